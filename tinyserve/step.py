@@ -1,0 +1,268 @@
+"""One step in integers: what the scheduler tells the runner, and what the runner tells back.
+
+The device keeps the state of every running request in a numbered *row* (its slot): tokens, block tables, sampling
+parameters. A StepInput therefore holds differences only: rows opened and closed, blocks added, and which positions
+of which rows to compute now. It packs to ONE int32 buffer, which goes to the device in one copy and to other ranks in
+one broadcast.
+
+    row 3:   t t t t t t t t t t t . . .        t: token known to the host, or written to the row by an earlier step
+             |computed   |start     |start+count
+    SeqSlice(slot=3, start=5, count=6, samples=True): compute positions 5..10, then choose the token of position 11
+
+The last input token of a decode is usually not known to the host yet: the sampler of the step before writes it into
+the row on the device, and the slice only names its position. That is all there is to asynchronous scheduling here.
+
+Before: request.py.  After: scheduling/scheduler.py (makes a StepInput), runner/batch.py (turns it into tensors).
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+
+from attrs import field, frozen
+
+from .request import Request
+
+_NONE = -(2**31)  # stands for None in packed integers
+
+
+def _float_bits(value: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def _bits_float(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<i", bits))[0]
+
+
+@frozen(kw_only=True)
+class RowParams:
+    """The sampling parameters of one row, free of text and Python objects.
+
+    Args:
+        seed: int64; with the position of the token it alone determines the row's random number.
+        logprobs, prompt_logprobs: number of alternatives to report (-1 all), None when not asked.
+        bias: (token, value) pairs.   allowed: the only ids that may be chosen, None for all.
+        masked: ids that are -inf while fewer than `min_tokens` output tokens exist.
+        bad_words: token sequences whose last token is -inf when the output ends with the rest.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    masked: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, request: Request) -> RowParams:
+        """The row parameters of a request; top-k and friends are off for greedy rows."""
+        p = request.sampling
+        random = not p.greedy
+        return cls(
+            temperature=p.effective_temperature,
+            top_p=p.top_p if random else 1.0,
+            top_k=max(p.top_k, 0) if random else 0,
+            min_p=p.min_p if random else 0.0,
+            presence_penalty=p.presence_penalty,
+            frequency_penalty=p.frequency_penalty,
+            repetition_penalty=p.repetition_penalty,
+            seed=request.seed,
+            min_tokens=p.min_tokens,
+            logprobs=p.logprobs,
+            prompt_logprobs=p.prompt_logprobs,
+            bias=tuple((p.logit_bias or {}).items()),
+            allowed=p.allowed_token_ids,
+            masked=tuple(sorted(request.end_ids)) if p.min_tokens else (),
+            bad_words=request.bad_words_ids,
+        )
+
+
+@frozen
+class SlotOpening:
+    """A row that starts now. tokens: all that are known (prompt, and output kept over a preemption)."""
+
+    slot: int
+    prompt_len: int
+    tokens: tuple[int, ...] = field(repr=lambda t: f"<{len(t)} tokens>")
+    params: RowParams = field(factory=RowParams)
+
+
+@frozen
+class TableEdit:
+    """Row `slot`, KV group `group`: blocks from table index `start` on are now `blocks`."""
+
+    slot: int
+    group: int
+    start: int
+    blocks: tuple[int, ...]
+
+
+@frozen
+class SeqSlice:
+    """Compute positions start .. start+count-1 of row `slot`; with `samples`, choose the token after them.
+
+    drafts: speculative tokens that follow the last known one; they are the last len(drafts) of the `count` positions.
+    """
+
+    slot: int
+    start: int
+    count: int
+    drafts: tuple[int, ...] = ()
+    samples: bool = True
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@frozen(kw_only=True)
+class StepInput:
+    """One step's work. Order of effect: closed, opened, edits, then the slices are computed together."""
+
+    step_id: int
+    slices: tuple[SeqSlice, ...] = ()
+    opened: tuple[SlotOpening, ...] = ()
+    closed: tuple[int, ...] = ()
+    edits: tuple[TableEdit, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.count for piece in self.slices)
+
+    def pack(self) -> array:
+        """All of it as one array of int32 (`array('i')`); `unpack` is its inverse."""
+        out = array("i", (self.step_id & 0x7FFFFFFF, len(self.slices), len(self.opened), len(self.closed), len(self.edits)))
+        for piece in self.slices:
+            out.extend((piece.slot, piece.start, piece.count, int(piece.samples), len(piece.drafts), *piece.drafts))
+        for opening in self.opened:
+            _pack_opening(opening, out)
+        out.extend(self.closed)
+        for edit in self.edits:
+            out.extend((edit.slot, edit.group, edit.start, len(edit.blocks), *edit.blocks))
+        return out
+
+    @classmethod
+    def unpack(cls, packed: array) -> StepInput:
+        """Rebuild the step from `pack`'s integers (on another rank, or in a test)."""
+        ints = _Reader(packed)
+        step_id, slices, opened, closed, edits = ints.take(5)
+        return cls(
+            step_id=step_id,
+            slices=tuple(_unpack_slice(ints) for _ in range(slices)),
+            opened=tuple(_unpack_opening(ints) for _ in range(opened)),
+            closed=ints.take(closed),
+            edits=tuple(TableEdit(*ints.take(3), ints.counted()) for _ in range(edits)),
+        )
+
+
+class _Reader:
+    """Reads a packed array front to back."""
+
+    def __init__(self, packed: array) -> None:
+        self._ints: Iterator[int] = iter(packed)
+
+    def take(self, count: int) -> tuple[int, ...]:
+        return tuple(next(self._ints) for _ in range(count))
+
+    def one(self) -> int:
+        return next(self._ints)
+
+    def counted(self) -> tuple[int, ...]:
+        return self.take(self.one())
+
+
+def _unpack_slice(ints: _Reader) -> SeqSlice:
+    slot, start, count, samples = ints.take(4)
+    return SeqSlice(slot, start, count, ints.counted(), bool(samples))
+
+
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _pack_opening(opening: SlotOpening, out: array) -> None:
+    p = opening.params
+    out.extend((opening.slot, opening.prompt_len, len(opening.tokens), *opening.tokens))
+    out.extend(_float_bits(getattr(p, name)) for name in _FLOATS)
+    out.extend((p.top_k, *struct.unpack("<ii", struct.pack("<q", p.seed)), p.min_tokens))
+    out.extend(_NONE if n is None else n for n in (p.logprobs, p.prompt_logprobs))
+    out.extend((len(p.bias), *(token for token, _ in p.bias), *(_float_bits(value) for _, value in p.bias)))
+    out.extend((_NONE,) if p.allowed is None else (len(p.allowed), *p.allowed))
+    out.extend((len(p.masked), *p.masked, len(p.bad_words)))
+    for word in p.bad_words:
+        out.extend((len(word), *word))
+
+
+def _unpack_opening(ints: _Reader) -> SlotOpening:
+    slot, prompt_len = ints.take(2)
+    tokens = ints.counted()
+    floats = {name: _bits_float(bits) for name, bits in zip(_FLOATS, ints.take(len(_FLOATS)), strict=True)}
+    top_k, low, high, min_tokens = ints.take(4)
+    logprobs, prompt_logprobs = (None if n == _NONE else n for n in ints.take(2))
+    count = ints.one()
+    bias = tuple(zip(ints.take(count), map(_bits_float, ints.take(count)), strict=True))
+    count = ints.one()
+    params = RowParams(
+        **floats,
+        top_k=top_k,
+        seed=struct.unpack("<q", struct.pack("<ii", low, high))[0],
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        bias=bias,
+        allowed=None if count == _NONE else ints.take(count),
+        masked=ints.counted(),
+        bad_words=tuple(ints.counted() for _ in range(ints.one())),
+    )
+    return SlotOpening(slot, prompt_len, tokens, params)
+
+
+@frozen
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token that stands there, and of the most likely ones, best first."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@frozen
+class SliceOutput:
+    """What one slice gave, in the order of StepInput.slices.
+
+    Args:
+        slot: the row.
+        tokens: accepted tokens: () when the slice did not sample, else 1, or more with accepted drafts.
+        logprobs: one per token, when the row asked for them.
+        prompt_logprobs: one per computed position p that has a next prompt token: of the token at p + 1.
+        pooled: the pooled vector of an embedding request, once its prompt is complete.
+        bad: the logits held NaN, +inf or nothing above -inf: `tokens` must not be used.
+    """
+
+    slot: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    pooled: tuple[float, ...] | None = None
+    bad: bool = False
+
+
+@frozen
+class StepOutput:
+    """What a step gave. seconds: from launch to completion, as seen by the runner."""
+
+    step_id: int
+    slices: tuple[SliceOutput, ...]
+    seconds: float = 0.0
