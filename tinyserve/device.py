@@ -1,0 +1,156 @@
+"""The machine under the tensors: the only file that names a vendor.
+
+A `Device` answers what the rest needs to know and do: how much memory is free, how a stream, an event or a pinned
+buffer is made, what a kernel may ask of the hardware. Everywhere else code says `device.event()`, never `torch.cuda`.
+ROCm builds of torch answer to the name cuda; XPU has the same calls under its own name; the CPU has none of them, and
+here gets objects that do nothing, so that no caller needs a branch.
+
+Before: errors.py.  After: kernels/launch.py (block sizes by device), runner/memory.py (sizing), runner/runner.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from .errors import ConfigError
+
+
+@frozen
+class Memory:
+    """Bytes of one device: free now for anybody, and in all."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+@frozen
+class Capability:
+    """What kernels ask about. shared_bytes: shared memory (LDS) one program may use; units: SMs / CUs / cores."""
+
+    name: str
+    units: int
+    shared_bytes: int
+    warp_size: int
+    arch: str
+
+
+class _Nothing:
+    """Stands for a stream or event where the device has none: everything is already done."""
+
+    def synchronize(self) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+@frozen
+class Device:
+    """One device. kind: "cpu", "cuda" (NVIDIA and AMD) or "xpu"; index: number of the device of that kind."""
+
+    kind: str
+    index: int = 0
+    _api: ModuleType | None = field(default=None, repr=False, eq=False)
+
+    @classmethod
+    def pick(cls, name: str = "auto") -> Device:
+        """The device called `name` ("auto", "cpu", "cuda", "cuda:1", "xpu"); auto takes an accelerator if there is one.
+
+        Raises: ConfigError: the device does not exist here.
+        """
+        kind, _, index = name.partition(":")
+        found = [label for label in ("cuda", "xpu") if getattr(torch, label).is_available()]
+        if kind == "auto":
+            kind = found[0] if found else "cpu"
+        if kind not in ("cpu", *found) or (index and not index.isdigit()):
+            raise ConfigError(f"--device {name}: not available here. Choose one of: {', '.join(['auto', 'cpu', *found])}.")
+        if kind == "cpu":
+            return cls("cpu")
+        api = getattr(torch, kind)
+        number = int(index or 0)
+        if number >= api.device_count():
+            raise ConfigError(f"--device {name}: there are only {api.device_count()} {kind} devices.")
+        return cls(kind, number, api)
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    def memory(self) -> Memory:
+        """Free and total bytes; on the CPU those of the machine (or of its container, if that is less)."""
+        if self._api is None:
+            return _host_memory()
+        free, total = self._api.mem_get_info(self.index)
+        return Memory(free, total)
+
+    def peak_bytes(self) -> int:
+        """Most bytes that tensors held at once since `reset_peak`; 0 on the CPU, where nobody counts."""
+        return self._api.max_memory_allocated(self.index) if self._api else 0
+
+    def allocated_bytes(self) -> int:
+        """Bytes that live tensors hold now; 0 on the CPU."""
+        return self._api.memory_allocated(self.index) if self._api else 0
+
+    def reset_peak(self) -> None:
+        if self._api:
+            self._api.reset_peak_memory_stats(self.index)
+
+    def release_unused(self) -> None:
+        """Collect garbage and give cached memory back to the system."""
+        gc.collect()
+        if self._api:
+            self._api.synchronize(self.index)
+            self._api.empty_cache()
+
+    def event(self) -> Any:
+        """An event whose `synchronize` sleeps (not spins) and lets other Python threads run."""
+        return self._api.Event(blocking=True) if self.kind == "cuda" else self._api.Event() if self._api else _Nothing()
+
+    def current_stream(self) -> Any:
+        return self._api.current_stream(self.index) if self._api else _Nothing()
+
+    def synchronize(self) -> None:
+        if self._api:
+            self._api.synchronize(self.index)
+
+    def use(self) -> contextlib.AbstractContextManager[Any]:
+        """Make this the current device inside a `with`; needed on every thread that launches."""
+        return self._api.device(self.index) if self._api else contextlib.nullcontext()
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor that copies to and from this device without waiting: pinned, except for the CPU itself."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._api is not None)
+
+    def capability(self) -> Capability:
+        """What kernels may ask for. The CPU answers with what Triton's interpreter tolerates."""
+        if self._api is None:
+            return Capability("cpu", torch.get_num_threads(), 1 << 30, 32, "cpu")
+        properties = self._api.get_device_properties(self.index)
+        shared = getattr(properties, "shared_memory_per_block_optin", getattr(properties, "local_mem_size", 65536))
+        units = getattr(properties, "multi_processor_count", getattr(properties, "max_compute_units", 1))
+        arch = getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{getattr(properties, 'major', 0)}{getattr(properties, 'minor', 0)}"
+        return Capability(properties.name, units, shared, getattr(properties, "warp_size", 32), arch)
+
+
+def _host_memory() -> Memory:
+    """Free and total bytes of the machine, or what its control group still allows, whichever is less."""
+    facts = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        facts[key] = int(rest.split()[0]) * 1024
+    total, free = facts["MemTotal"], facts["MemAvailable"]
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, free = min(total, limit), min(free, max(limit - used, 0))
+    return Memory(free, total)
