@@ -25,7 +25,7 @@ RECORDS_OF_OPTIONS = {"SamplingParams", "RowParams", "Request"}
 
 # A unit may import units of lower rank only. Units of one rank never import each other.
 RANKS = [
-    ["errors"], ["config"], ["request"], ["step"],
+    ["errors"], ["options"], ["config"], ["request"], ["step"],
     ["device", "telemetry"],
     ["kernels", "parallel"],
     ["quant", "kv"],
@@ -36,10 +36,11 @@ RANKS = [
     ["text"],
     ["engine"],
     ["server"],
+    ["cli"],
     ["__init__", "__main__"],
 ]  # fmt: skip
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
-TORCH_FREE = ["errors", "config", "request", "step", "scheduling", "text", "server", "kv"]
+TORCH_FREE = ["errors", "options", "config", "request", "step", "scheduling", "text", "server", "kv"]
 MAY_USE_TORCH = {"kv/storage.py"}
 
 

