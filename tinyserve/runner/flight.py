@@ -1,0 +1,37 @@
+"""A step on its way: launched, not yet landed.
+
+The engine holds a deque of flights and awaits the oldest. Awaiting always gives other tasks a turn, also when the
+result is already there: otherwise a fast device would starve the sockets that share the loop.
+
+Before: runner/runner.py (makes it).  After: engine/engine.py (awaits it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any
+
+from ..step import StepOutput
+
+
+class Flight:
+    """Awaitable for the StepOutput of one launched step.
+
+    Args:
+        step_id: of the StepInput.
+        landing: resolved by the runner's worker thread with the output or with what went wrong.
+    """
+
+    __slots__ = ("landing", "step_id")
+
+    def __init__(self, step_id: int, landing: Future[StepOutput]) -> None:
+        self.step_id = step_id
+        self.landing = landing
+
+    def __await__(self) -> Generator[Any, None, StepOutput]:
+        yield from asyncio.sleep(0).__await__()
+        if self.landing.done():
+            return self.landing.result()
+        return (yield from asyncio.wrap_future(self.landing).__await__())

@@ -1,0 +1,161 @@
+"""How much memory there is for the KV cache, found by measuring and told in plain words.
+
+    asked   = share of the device's memory (or, on the CPU, of the machine's) that the user allows
+    KV      = asked - weights - peak of the largest step - graphs, and never more than the requests could use
+    blocks  = KV / bytes per block
+
+Memory that other processes hold is not ours to count on: what is free now bounds all of it. If the context of the
+model does not fit the blocks, the context is fitted, said, and shown in /v1/models.
+
+Before: kv/groups.py (bytes of a block).  After: engine/assemble.py, which builds the cache from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attrs import evolve, frozen
+
+from ..device import Device
+from ..errors import ConfigError
+from ..kv.groups import KVGroup
+
+GIB = 1 << 30
+CPU_KV_SHARE = 0.25  # of the free memory: a laptop also runs a browser
+RESERVE_BYTES = 256 << 20  # left for the allocator's rounding and for libraries that allocate late
+
+
+@frozen(kw_only=True)
+class CachePlan:
+    """The decided sizes. All `_bytes` are of this device; `fitted` tells that the context was cut to the memory."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+    weight_bytes: int = 0
+    step_bytes: int = 0
+    free_bytes: int = 0
+    fitted: bool = False
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def report(self) -> str:
+        """One line for the log: where the memory goes and what the cache holds."""
+        tokens = (self.num_blocks - 1) * self.block_size
+        left = max(self.free_bytes - self.cache_bytes - self.step_bytes, 0)
+        text = (
+            f"memory: weights {self.weight_bytes / GIB:.2f} GiB, largest step {self.step_bytes / GIB:.2f} GiB, "
+            f"KV cache {self.cache_bytes / GIB:.2f} GiB ({self.num_blocks} blocks of {self.block_size} tokens, "
+            f"{tokens} in all), left {left / GIB:.2f} GiB; context {self.max_model_len} tokens"
+        )
+        return f"{text} (cut to what the cache holds)" if self.fitted else text
+
+
+@frozen(kw_only=True)
+class CacheRequest:
+    """What the user and the model ask of the cache; see the flags of the same names.
+
+    Args:
+        block_bytes: of one block id, all layers of a group together (kv.groups.bytes_per_block).
+        max_step_tokens: the token budget, which is also what a sliding-window row may hold beyond its window.
+        fit: whether a context that does not fit is cut (else refused).
+    """
+
+    groups: Sequence[KVGroup]
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    max_step_tokens: int
+    utilization: float = 0.92
+    cache_bytes: int | None = None
+    num_blocks: int | None = None
+    fit: bool = True
+
+
+def blocks_per_sequence(request: CacheRequest, length: int) -> int:
+    """Most blocks that one sequence of `length` tokens holds at any moment, over all groups."""
+    total = 0
+    for group in request.groups:
+        kept = length if group.window is None else min(length, group.window + request.max_step_tokens)
+        extra = 0 if group.window is None or kept == length else 1  # a window may begin inside a block
+        total += -(-kept // request.block_size) + extra
+    return total
+
+
+def longest_context(request: CacheRequest, num_blocks: int) -> int:
+    """The largest context, in tokens, whose blocks one sequence can hold in a pool of `num_blocks`."""
+    low, high = 0, request.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_per_sequence(request, middle) <= num_blocks - 1:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def plan_cache(request: CacheRequest, available_bytes: int) -> CachePlan:
+    """Decide the number of blocks, and the context, from the bytes that the cache may take.
+
+    Raises: ConfigError: not even a context of one block fits, or `fit` is off and the context does not.
+    """
+    useful = request.max_num_seqs * blocks_per_sequence(request, request.max_model_len) + 1
+    if request.num_blocks is not None:
+        num_blocks = request.num_blocks
+    else:
+        num_blocks = min(available_bytes // request.block_bytes, useful if request.cache_bytes is None else 2**31 - 1)
+    context = longest_context(request, num_blocks)
+    if context < min(request.block_size, request.max_model_len):
+        need = (blocks_per_sequence(request, request.block_size) + 1) * request.block_bytes
+        raise ConfigError(
+            f"The KV cache gets {max(num_blocks, 0)} blocks of {request.block_bytes / 2**20:.1f} MiB, too few for one "
+            f"sequence of {request.block_size} tokens ({need / 2**20:.1f} MiB). Raise --gpu-memory-utilization or "
+            f"--kv-cache-memory-bytes, or free memory on the device."
+        )
+    if context < request.max_model_len and not request.fit:
+        need = (blocks_per_sequence(request, request.max_model_len) + 1) * request.block_bytes
+        raise ConfigError(
+            f"--max-model-len {request.max_model_len} needs {need / GIB:.2f} GiB of KV cache, but there is room for "
+            f"{num_blocks * request.block_bytes / GIB:.2f} GiB: at most {context} tokens fit. Lower --max-model-len, or "
+            f"raise --gpu-memory-utilization or --kv-cache-memory-bytes."
+        )
+    return CachePlan(
+        num_blocks=num_blocks,
+        block_size=request.block_size,
+        block_bytes=request.block_bytes,
+        max_model_len=context,
+        fitted=context < request.max_model_len,
+    )
+
+
+def size_cache(
+    request: CacheRequest, device: Device, weight_bytes: int, largest_step: Callable[[], None] | None = None
+) -> CachePlan:
+    """Measure what the largest step needs and give the rest of the allowed memory to the cache.
+
+    Args:
+        weight_bytes: what the loaded model holds.
+        largest_step: runs one step of the largest size (its memory peak is measured); None on the CPU.
+    """
+    step_bytes = 0
+    if largest_step is not None and not device.is_cpu:
+        device.reset_peak()
+        before = device.allocated_bytes()
+        largest_step()
+        device.synchronize()
+        step_bytes = device.peak_bytes() - before
+        device.release_unused()
+    memory = device.memory()
+    if request.cache_bytes is not None:
+        available = request.cache_bytes
+    elif device.is_cpu:
+        available = int(memory.free_bytes * CPU_KV_SHARE)
+    else:
+        outside = memory.total_bytes - int(memory.total_bytes * request.utilization)
+        available = memory.free_bytes - outside - step_bytes - RESERVE_BYTES
+    plan = plan_cache(request, available)
+    return evolve(plan, weight_bytes=weight_bytes, step_bytes=step_bytes, free_bytes=memory.free_bytes)
