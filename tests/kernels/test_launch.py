@@ -1,0 +1,114 @@
+"""The choice of block sizes, and the harness that stands behind the other tests of this folder."""
+
+import json
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.kernels.harness import TARGETS, compile_only, interpreting, nan_outputs
+from tinyserve.kernels import launch
+
+
+@triton.jit
+def _fill_kernel(out_ptr, value, BLOCK: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float32) + value)
+
+
+@triton.jit
+def _large_kernel(out_ptr, SIDE: tl.constexpr):
+    index = tl.arange(0, SIDE)
+    tile = tl.load(out_ptr + index[:, None] * SIDE + index[None, :])
+    tl.store(out_ptr + index[:, None] * SIDE + index[None, :], tl.dot(tile, tile))
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """A function that writes the tuned file of the CPU."""
+    monkeypatch.setattr(launch, "TUNED", tmp_path)
+    launch.tuned_rows.cache_clear()
+
+    def write(rows):
+        (tmp_path / "cpu.json").write_text(json.dumps(rows))
+
+    yield write
+    launch.tuned_rows.cache_clear()
+
+
+def test_the_first_tuned_row_that_fits_overlays_the_default(tuned):
+    tuned({"op": [{"when": {"width": [64, 128]}, "use": {"BLOCK": 32}}, {"when": {}, "use": {"num_warps": 8}}]})
+    default, x = {"BLOCK": 16, "num_warps": 4}, torch.empty(0)
+
+    assert launch.choose("op", x, default, width=64) == {"BLOCK": 32, "num_warps": 4}
+    assert launch.choose("op", x, default, width=129) == {"BLOCK": 16, "num_warps": 8}
+    assert launch.choose("other", x, default, width=64) == default
+
+
+@pytest.mark.parametrize("row", [{"when": {"height": [1, 2]}, "use": {}}, {"when": {}, "use": {"height": 1}}])
+def test_a_tuned_row_with_an_unknown_name_is_refused(tuned, row):
+    tuned({"op": [row]})
+
+    with pytest.raises(ValueError, match=r"op: a tuned row names \['height'\]; known: \['BLOCK', 'width'\]"):
+        launch.choose("op", torch.empty(0), {"BLOCK": 1}, width=1)
+
+
+def test_without_a_tuned_file_the_formula_decides(tuned):
+    assert launch.choose("op", torch.empty(0), {"BLOCK": 16}, width=1) == {"BLOCK": 16}
+
+
+def test_tuned_files_are_named_by_device():
+    assert launch.tuned_path("NVIDIA H200").name == "nvidia_h200.json"
+    assert launch.tuned_path("AMD Instinct MI300X (VF)").name == "amd_instinct_mi300x_vf.json"
+
+
+def test_every_tuned_file_is_well_formed():
+    for path in launch.TUNED.glob("*.json"):
+        for kernel, rows in json.loads(path.read_text()).items():
+            for row in rows:
+                assert row.keys() == {"when", "use"}, (path.name, kernel)
+                assert all(low <= high for low, high in row["when"].values()), (path.name, kernel)
+
+
+@pytest.mark.parametrize("count, power", [(0, 1), (1, 1), (2, 2), (3, 4), (576, 1024), (1024, 1024)])
+def test_next_power_of_2(count, power):
+    assert launch.next_power_of_2(count) == power
+
+
+@pytest.mark.parametrize("count, size, pieces", [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
+def test_cdiv(count, size, pieces):
+    assert launch.cdiv(count, size) == pieces
+
+
+def test_kernels_run_on_the_cpu_only_while_interpreting():
+    x = torch.empty(4)
+
+    assert not launch.use_kernel(x)
+    assert launch.use_kernel(x.to("meta"))
+    with interpreting():
+        assert launch.use_kernel(x)
+        _fill_kernel[(1,)](x, 3.0, BLOCK=4)
+    assert not launch.use_kernel(x)
+    assert x.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiling_sees_the_target_and_its_shared_memory(target):
+    with compile_only(target) as built:
+        assert launch.shared_memory(torch.empty(1)) == TARGETS[target].shared
+        _fill_kernel[(1,)](torch.empty(4), 3.0, BLOCK=4)
+
+    assert [(one.name, one.shared) for one in built] == [("_fill_kernel", 0)]
+    assert built[0].kernel.metadata.target.arch == TARGETS[target].gpu.arch
+
+
+def test_a_kernel_that_is_too_large_for_its_target_is_refused():
+    """Breaks if the check is lost: two 256 x 256 float32 tiles are 512 KiB."""
+    with pytest.raises(AssertionError, match="sm_80 has 166912 bytes"), compile_only("sm_80"):
+        _large_kernel[(1,)](torch.empty(256, 256), SIDE=256)
+
+
+def test_new_tensors_are_nan_while_outputs_are_watched():
+    with nan_outputs():
+        assert torch.empty(3).isnan().all()
+        assert torch.zeros(3).new_empty(3).isnan().all()

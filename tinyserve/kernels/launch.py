@@ -1,0 +1,140 @@
+"""What every launcher asks before it launches: does the kernel run here, and in which block sizes?
+
+A tensor on the CPU takes the reference; any other device takes the Triton kernel. Block sizes come from a table that
+was measured on this very device (`tuned/<device>.json`), and from a formula of the launcher when no row fits, so that
+an unknown device is slower at worst, never wrong. Shared memory is the one limit that can refuse a launch outright:
+`shared_memory` tells a launcher what one program may take, and `SAFE_SHARED` is what all but the smallest devices have.
+
+A tuned file is one object, `{kernel: [{"when": {name: [low, high]}, "use": {option: value}}, ...]}`: the first row
+whose ranges (both ends included) hold for the shape is used; a name that a row does not mention is not looked at.
+
+Before: `device.py`, which device this is.  After: every kernel file of this folder.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from attrs import frozen
+from triton.runtime import driver
+
+TUNED = Path(__file__).parent / "tuned"
+# Bytes of shared memory for one program on sm_86, sm_89 and sm_120; sm_90 has 227 KiB, AMD's gfx9 and gfx11 64 KiB.
+SAFE_SHARED = 99 * 1024
+
+# In Triton's interpreter a kernel runs on CPU tensors too. Triton reads the variable while it decorates a kernel, so
+# the answer is settled once, here; the test harness sets it for the length of a `with`.
+CPU_RUNS_KERNELS = bool(triton.knobs.runtime.interpret)
+
+
+@frozen
+class DeviceFacts:
+    """What block sizes depend on.
+
+    Attributes:
+        name: the vendor's name of the device, such as "NVIDIA H200"; names the tuned file.
+        backend: Triton's name of the code generator: "cuda", "hip", "xpu", or "cpu" for the interpreter.
+        shared: bytes of shared memory that one program may take.
+        processors: multiprocessors, that is programs which run at once if each needs a whole one.
+    """
+
+    name: str
+    backend: str
+    shared: int
+    processors: int
+
+
+def cdiv(count: int, size: int) -> int:
+    """How many pieces of `size` cover `count`."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """The smallest power of two that is at least `count` (1 for counts below 1); Triton's blocks must be one."""
+    return 1 << (count - 1).bit_length() if count > 1 else 1
+
+
+def use_kernel(tensor: torch.Tensor) -> bool:
+    """True if the Triton kernel serves this tensor: on any device but the CPU, and there when Triton is interpreted."""
+    return CPU_RUNS_KERNELS or not tensor.is_cpu
+
+
+@cache
+def facts(device: torch.device) -> DeviceFacts:
+    """Ask the device once. The CPU and meta devices answer with the safe sizes of the interpreter."""
+    if device.type in ("cpu", "meta"):
+        return DeviceFacts("cpu", "cpu", SAFE_SHARED, 1)
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    properties = driver.active.utils.get_device_properties(index)
+    return DeviceFacts(
+        name=module.get_device_name(index),
+        backend=driver.active.get_current_target().backend,
+        shared=properties["max_shared_mem"],
+        processors=properties["multiprocessor_count"],
+    )
+
+
+def shared_memory(tensor: torch.Tensor) -> int:
+    """Bytes of shared memory that one program may take on the tensor's device."""
+    return facts(tensor.device).shared
+
+
+def choose(kernel: str, tensor: torch.Tensor, default: dict[str, int], **shape: int) -> dict[str, int]:
+    """The launch options of `kernel` for this device and shape.
+
+    Args:
+        kernel: key in the tuned files; the launcher's name.
+        tensor: any argument of the kernel; says which device.
+        default: what the launcher's formula says: meta-parameters, num_warps, num_stages. Not changed.
+        shape: the numbers that rows are chosen by, such as `head_dim=128`.
+
+    Returns:
+        `default`, overlaid by the first row of the tuned file that fits.
+
+    Raises:
+        ValueError: a row sets an option that the launcher does not have, or asks for a number it does not give.
+    """
+    rows = tuned_rows(facts(tensor.device).name).get(kernel)
+    if not rows:
+        return default
+    for row in rows:
+        unknown = (row["use"].keys() - default.keys()) | (row["when"].keys() - shape.keys())
+        if unknown:
+            raise ValueError(f"{kernel}: a tuned row names {sorted(unknown)}; known: {sorted([*default, *shape])}")
+        if all(low <= shape[name] <= high for name, (low, high) in row["when"].items()):
+            return default | row["use"]
+    return default
+
+
+def tuned_path(device_name: str) -> Path:
+    """The tuned file of a device: "NVIDIA H200" -> tuned/nvidia_h200.json."""
+    return TUNED / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
+
+
+@cache
+def tuned_rows(device_name: str) -> dict[str, list[dict]]:
+    """The rows measured on this device, by kernel; none if nobody has measured there."""
+    path = tuned_path(device_name)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def row_warps(block: int, *, most: int = 16) -> int:
+    """Warps for a program that holds one row of `block` numbers: about eight numbers a thread, 1 to `most` warps."""
+    return min(max(block // 256, 1), most)
+
+
+def check_rows(name: str, tensor: torch.Tensor, columns: int | None = None) -> None:
+    """Refuse what a row kernel cannot read: it wants [rows, columns] with neighbours adjacent; rows may lie apart.
+
+    Raises:
+        ValueError: with the shape and the strides.
+    """
+    if tensor.dim() != 2 or (columns is not None and tensor.shape[1] != columns):
+        wanted = "columns" if columns is None else columns
+        raise ValueError(f"{name}: expected [rows, {wanted}], got {list(tensor.shape)}")
+    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, strides are {tensor.stride()}")
