@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import triton.language as tl
 from attrs import frozen
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import driver, interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -79,20 +80,43 @@ def replaced(owner: object, **attributes: object) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-interpreted = functools.cache(InterpretedFunction)
+@contextlib.contextmanager
+def kept(*owners: object) -> Iterator[None]:
+    """Put back every attribute of these modules and classes that changed in between."""
+    before = [dict(vars(owner)) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, old in zip(owners, before, strict=True):
+            for name, value in dict(vars(owner)).items():
+                if name not in old:
+                    delattr(owner, name)
+                elif old[name] is not value:
+                    setattr(owner, name, old[name])
 
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Run every @triton.jit kernel in Triton's interpreter, and make launchers choose it for CPU tensors."""
+    """Run every @triton.jit kernel in Triton's interpreter, and make launchers choose it for CPU tensors.
 
-    def call(self, *args, **kwargs):
-        return interpreted(self.fn)(*args, **kwargs)
+    The interpreter works by replacing functions of triton.language, and does not put all of them back; `kept` does, so
+    that kernels compile again afterwards.
+    """
+    interpreted = functools.cache(InterpretedFunction)
+
+    def call(self, *args, **kwargs):  # one @triton.jit function calls another; the language is replaced by then
+        return interpreted(self.fn).rewrite()(*args, **kwargs)
 
     def run(self, *args, grid, warmup, **kwargs):
         return interpreted(self.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
 
-    with replaced(JITFunction, __call__=call, run=run), replaced(launch, CPU_RUNS_KERNELS=True):
+    owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+    with (
+        kept(*owners),
+        replaced(JITFunction, __call__=call, run=run),
+        replaced(launch, CPU_RUNS_KERNELS=True),
+    ):
+        interpreter._patch_lang(tl.zeros.fn)  # for triton's own functions, which reach the language as `core`
         yield
 
 

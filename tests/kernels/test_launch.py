@@ -18,9 +18,9 @@ def _fill_kernel(out_ptr, value, BLOCK: tl.constexpr):
 
 @triton.jit
 def _large_kernel(out_ptr, SIDE: tl.constexpr):
-    index = tl.arange(0, SIDE)
-    tile = tl.load(out_ptr + index[:, None] * SIDE + index[None, :])
-    tl.store(out_ptr + index[:, None] * SIDE + index[None, :], tl.dot(tile, tile))
+    short, long = tl.arange(0, 64), tl.arange(0, SIDE)
+    tile = tl.load(out_ptr + short[:, None] * SIDE + long[None, :])
+    tl.store(out_ptr + short[:, None] * 64 + short[None, :], tl.dot(tile, tl.trans(tile)))
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_compiling_sees_the_target_and_its_shared_memory(target):
 
 
 def test_a_kernel_that_is_too_large_for_its_target_is_refused():
-    """Breaks if the check is lost: two 256 x 256 float32 tiles are 512 KiB."""
+    """Breaks if the check is lost: one 64 x 2048 float16 tile is 256 KiB."""
     with pytest.raises(AssertionError, match="sm_80 has 166912 bytes"), compile_only("sm_80"):
-        _large_kernel[(1,)](torch.empty(256, 256), SIDE=256)
+        _large_kernel[(1,)](torch.empty(64, 2048, dtype=torch.float16), SIDE=2048)
 
 
 def test_new_tensors_are_nan_while_outputs_are_watched():
