@@ -1,0 +1,62 @@
+"""Weights made of noise, for measuring a model whose files one does not have.
+
+Numbers are drawn once and repeated from a different place for each tensor, so that filling a large model costs memory
+bandwidth, not random numbers. They are the same for the same seed and name, on every machine. Matrices keep the size
+of what they multiply and norms scatter around one, so logits stay finite at any depth.
+
+Before: load.py, which asks for every tensor that the model wants.  After: load.py fills them in.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import cache
+from math import prod
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+POOL = 1048573  # prime, so that no matrix gets equal rows
+
+
+@cache
+def pool(seed: int) -> Tensor:
+    """Return POOL normal numbers."""
+    return torch.randn(POOL, generator=torch.Generator().manual_seed(seed))
+
+
+@frozen(eq=False)
+class Noise:
+    """One tensor of noise (a `Stored` of quant/format.py). Args: mean, spread: of the normal numbers."""
+
+    name: str
+    shape: tuple[int, ...]
+    seed: int
+    mean: float = 0.0
+    spread: float = 0.02
+    qtype: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers; see Stored."""
+        count = prod(self.shape)
+        start = zlib.crc32(self.name.encode()) % POOL
+        numbers = (pool(self.seed) * self.spread + self.mean).to(dtype).roll(-start)
+        return numbers.repeat(-(-count // POOL))[:count].view(self.shape)
+
+    def blocks(self) -> Tensor:
+        """Noise has no GGUF blocks. Raises: CheckpointError: always."""
+        raise CheckpointError(f"{self.name}: noise has no GGUF blocks.")
+
+
+def noise(name: str, shape: tuple[int, ...], seed: int, neutral: float | None) -> Noise:
+    """Return a tensor of sane scale. Args: neutral: centre of a norm's weight; None for matrices and biases."""
+    if neutral is not None:
+        return Noise(name, shape, seed, mean=neutral, spread=0.1)
+    return Noise(name, shape, seed, spread=shape[-1] ** -0.5 if len(shape) > 1 else 0.02)

@@ -1,0 +1,131 @@
+"""A GGUF file's tensors under their Hugging Face names, with what its converter did to the numbers undone.
+
+Three things are done to weights on the way into GGUF: names are shortened (`NAMES`), the rows of Llama's q and k are
+reordered for a rotation of neighbouring pairs, and Gemma's norms get their 1 added. Undoing is exact, also on
+quantised blocks: rows are whole blocks, and norms are fp32.
+
+Before: gguf.py, dequantize.py.  After: load.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .dequantize import PLAIN, decode
+from .gguf import GGUFFile, GGUFTensor
+
+# GGUF module -> module of a Hugging Face checkpoint; {} is the layer.
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
+    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
+    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+# Where an architecture uses a name for something else.
+OWN_NAMES = {
+    "gemma3": {
+        "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+        "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+        "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+    },
+}
+PAIRED_ROTARY = {"llama"}  # q and k rows are stored for a rotation of neighbouring pairs
+NORM_PLUS_ONE = {"gemma3"}
+ELSEWHERE = {"rope_freqs.weight"}  # read with the metadata (gguf_config.py)
+
+
+@frozen(eq=False)
+class GGUFStored:
+    """One tensor of the file (a `Stored` of quant/format.py).
+
+    Args:
+        tensor: where its bytes are.
+        order: int64 [rows], which stored row each row of the model is; None for the stored order.
+        minus: to subtract from the numbers.
+    """
+
+    tensor: GGUFTensor
+    order: Tensor | None = None
+    minus: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def qtype(self) -> str | None:
+        return None if self.tensor.type in PLAIN else self.tensor.type
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.data.nbytes
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers; see Stored."""
+        if self.minus:
+            return (self._numbers(torch.float32) - self.minus).to(dtype)
+        return self._numbers(dtype)
+
+    def _numbers(self, dtype: torch.dtype) -> Tensor:
+        if len(self.shape) == 1:
+            numbers = decode(torch.from_numpy(self.tensor.data)[None], self.tensor.type, dtype)[0]
+            return numbers if self.order is None else numbers[self.order]
+        return decode(self._rows(), self.tensor.type, dtype)
+
+    def blocks(self) -> Tensor:
+        """Return the raw blocks, uint8 [rows, bytes of a row]."""
+        if self.qtype is None:
+            raise CheckpointError(f"{self.tensor.name}: {self.tensor.type} has no blocks.")
+        return self._rows()
+
+    def _rows(self) -> Tensor:
+        rows = torch.from_numpy(self.tensor.data)
+        return rows if self.order is None else rows[self.order]
+
+
+def stored_tensors(file: GGUFFile, num_heads: int, num_kv_heads: int) -> dict[str, GGUFStored]:
+    """Return every tensor of the file under its Hugging Face name, none of them read yet.
+
+    Args: num_heads, num_kv_heads: of the model; q and k are reordered head by head.
+    Raises: CheckpointError: a tensor that this table does not know.
+    """
+    architecture = file.architecture
+    names = NAMES | OWN_NAMES.get(architecture, {})
+    found, unknown = {}, []
+    for tensor in file.tensors.values():
+        if tensor.name in ELSEWHERE:
+            continue
+        module, _, kind = tensor.name.rpartition(".")
+        layer = re.match(r"blk\.(\d+)\.", module)
+        number = layer[1] if layer else ""
+        pattern = module.replace(f"blk.{number}.", "blk.{}.", 1) if layer else module
+        if pattern not in names:
+            unknown.append(tensor.name)
+            continue
+        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(module.rpartition(".")[2])
+        order = unpaired(tensor.shape[0], heads) if heads and architecture in PAIRED_ROTARY else None
+        minus = 1.0 if module.endswith("norm") and architecture in NORM_PLUS_ONE else 0.0
+        found[f"{names[pattern].format(number)}.{kind}"] = GGUFStored(tensor, order, minus)
+    if unknown:
+        raise CheckpointError(f"{file.path}: tensors unknown for {architecture}: {', '.join(sorted(unknown)[:8])}.")
+    return found
+
+
+def unpaired(rows: int, heads: int) -> Tensor:
+    """Return which stored row each row of the model is: stored are x0 y0 x1 y1 ..., wanted x0 x1 ... y0 y1 ..."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

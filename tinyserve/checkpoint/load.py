@@ -1,0 +1,238 @@
+"""Fill a model from a checkpoint's tensors: strictly, tensor by tensor, on several threads.
+
+Strict both ways: every part of every layer is filled, and every tensor of the checkpoint is read. What does not fit is
+found before the first byte is read, and all of it stands in one error. A tensor goes from the mapped file straight into
+its rows of a parameter, so beside the model itself memory is needed for a few tensors only.
+
+Before: table.py (which tensor where); safetensors.py, gguf_names.py, dummy.py (what there is).
+After: models/registry.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import Protocol
+
+import torch
+from attrs import field, frozen
+from torch import nn
+
+from ..errors import CheckpointError
+from ..layers.linear import Linear
+from ..quant.format import Stored, WeightFormat
+from ..quant.plain import Plain
+from .dummy import noise
+from .table import Weights, sources
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all; may be called from any thread, one call at a time
+ChooseFormat = Callable[[str, Linear, tuple[Stored, ...]], WeightFormat]  # path, layer, the weight of each part
+SHOWN = 8  # names in an error
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints saved it all the same
+MAX_THREADS = 8
+
+
+class Target(Protocol):
+    """A layer that wants tensors: Linear, Embedding, RMSNorm."""
+
+    parts: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def shape(self, name: str, part: int) -> tuple[int, ...] | None: ...
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None: ...
+    def load(self, name: str, part: int, stored: Stored) -> None: ...
+    def finish(self) -> None: ...
+
+
+@frozen(eq=False)
+class Job:
+    """One tensor to read into one part of one layer."""
+
+    target: Target
+    name: str
+    part: int
+    stored: Stored
+
+
+@frozen(eq=False)
+class Plan:
+    """What goes where, and what does not fit.
+
+    Args:
+        jobs: in any order.
+        shared: (head, owner): layers that use the owner's weight instead of one of their own.
+        read: names of the checkpoint's tensors that some job reads.
+        missing, wrong: names that are not there; tensors of another shape than the model's.
+    """
+
+    jobs: list[Job] = field(factory=list)
+    shared: list[tuple[Linear, nn.Module]] = field(factory=list)
+    read: set[str] = field(factory=set)
+    missing: list[str] = field(factory=list)
+    wrong: list[str] = field(factory=list)
+
+
+def targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
+    """Yield the path and module of every layer that wants tensors."""
+    for path, module in model.named_modules():
+        if hasattr(module, "names") and hasattr(module, "parts"):
+            yield path, module
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Return how many numbers a checkpoint of this model holds (a tied head counts too); needs no loaded weights."""
+    return sum(
+        prod(target.shape(name, part) or ())
+        for _, target in targets(model)
+        for part in range(len(target.parts))
+        for name in target.names
+    )
+
+
+def plan_load(
+    model: nn.Module,
+    weights: Weights,
+    tensors: Mapping[str, Stored],
+    *,
+    format_for: ChooseFormat | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> Plan:
+    """Match the model's layers with the checkpoint's tensors, choosing formats on the way; reads nothing.
+
+    Args: as of `load`.
+    """
+    plan = Plan()
+    modules = dict(targets(model))
+    for path, target in modules.items():
+        names = sources(weights, path)
+        owner = (tied or {}).get(path)
+        if owner is not None and not any(f"{name}.weight" in tensors for name in names):
+            names = sources(weights, owner)
+        else:
+            owner = None
+        if len(names) != len(target.parts):
+            raise CheckpointError(f"{path}: {len(target.parts)} parts, but the family's table names {len(names)}.")
+        stored = [tensors.get(f"{name}.weight") for name in names]
+        if isinstance(target, Linear) and format_for is not None and None not in stored:
+            target.format = format_for(path, target, tuple(stored))
+        if owner is not None and isinstance(target.format, Plain):
+            plan.shared.append((target, modules[owner]))
+        else:
+            add_jobs(plan, target, names, tensors)
+    return plan
+
+
+def add_jobs(plan: Plan, target: Target, modules: tuple[str, ...], tensors: Mapping[str, Stored]) -> None:
+    """Plan every tensor of one layer; `modules` are the checkpoint's, one per part."""
+    for part, module in enumerate(modules):
+        for name in target.names:
+            full = f"{module}.{name}"
+            stored = tensors.get(full)
+            if stored is None:
+                plan.missing.append(full)
+                continue
+            plan.read.add(full)
+            wanted = target.shape(name, part)
+            if wanted is not None and stored.shape != wanted:
+                plan.wrong.append(f"{full} is {list(stored.shape)}, the model needs {list(wanted)}")
+            plan.jobs.append(Job(target, name, part, stored))
+
+
+def check(plan: Plan, tensors: Mapping[str, Stored]) -> None:
+    """Raise CheckpointError with all that does not fit: missing, unread and misshapen tensors."""
+    unread = [name for name in tensors if name not in plan.read and not name.endswith(IGNORED_SUFFIXES)]
+    faults = [("missing from the checkpoint", plan.missing), ("in the checkpoint, but unknown to the model", unread)]
+    faults.append(("of another shape", plan.wrong))
+    lines = [
+        f"  {len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        for what, names in faults
+        if names
+    ]
+    if lines:
+        raise CheckpointError("\n".join(["The checkpoint does not fit the model that its config describes:", *lines]))
+
+
+def load(
+    model: nn.Module,
+    weights: Weights,
+    tensors: Mapping[str, Stored],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    format_for: ChooseFormat | None = None,
+    tied: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Fill `model`.
+
+    Args:
+        weights: the family's table.
+        tensors: all tensors of the checkpoint by name.
+        dtype, device: of the parameters.
+        format_for: chooses the format of a linear layer; None: dense numbers everywhere.
+        tied: {layer: owner}: a layer whose tensors are not in the checkpoint uses those of the owner.
+        progress: told the bytes read so far and in all.
+    Raises: CheckpointError: tensors are missing, left over, or of the wrong shape; nothing has been read then.
+    """
+    plan = plan_load(model, weights, tensors, format_for=format_for, tied=tied)
+    check(plan, tensors)
+    shared = {id(head) for head, _ in plan.shared}
+    for _, target in targets(model):
+        if id(target) not in shared:
+            target.allocate(dtype, device)
+    place = {id(stored): number for number, stored in enumerate(tensors.values())}
+    run(sorted(plan.jobs, key=lambda job: place[id(job.stored)]), progress)
+    for head, owner in plan.shared:
+        head.share(owner.weight)
+
+
+def load_dummy(
+    model: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int, tied: Mapping[str, str]
+) -> None:
+    """Fill `model` with noise that is the same for the same seed. Args: tied: {head: owner} that share a weight."""
+    jobs = []
+    modules = dict(targets(model))
+    for path, target in modules.items():
+        if path in tied:
+            continue
+        target.allocate(dtype, device)
+        neutral = getattr(target, "neutral", None)
+        for part in range(len(target.parts)):
+            for name in target.names:
+                stored = noise(f"{path}.{name}.{part}", target.shape(name, part), seed, neutral)
+                jobs.append(Job(target, name, part, stored))
+    run(jobs, None)
+    for head, owner in tied.items():
+        modules[head].share(modules[owner].weight)
+
+
+def run(jobs: list[Job], progress: Progress | None) -> None:
+    """Read every tensor, in the order of the files, and finish each layer as soon as its last one is there."""
+    left = Counter(id(job.target) for job in jobs)
+    total, done = sum(job.stored.nbytes for job in jobs), 0
+    lock = threading.Lock()
+
+    def one(job: Job) -> None:
+        nonlocal done
+        job.target.load(job.name, job.part, job.stored)
+        with lock:
+            left[id(job.target)] -= 1
+            last = not left[id(job.target)]
+            done += job.stored.nbytes
+            if progress is not None:
+                progress(done, total)
+        if last:
+            job.target.finish()
+
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "load") as threads:
+        futures = [threads.submit(one, job) for job in jobs]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            threads.shutdown(wait=True, cancel_futures=True)
+            raise

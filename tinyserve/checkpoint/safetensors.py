@@ -1,0 +1,84 @@
+"""Safetensors files as stored tensors: mapped into memory, read one by one.
+
+Before: source.py (which folder).  After: load.py.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@frozen(eq=False)
+class SafetensorsTensor:
+    """One tensor of an open file (a `Stored` of quant/format.py)."""
+
+    file: Any
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    qtype: str | None = None
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return the tensor in `dtype`; a view of the mapped file when it already is."""
+        return self.file.get_tensor(self.name).to(dtype)
+
+    def blocks(self) -> Tensor:
+        """Safetensors hold no GGUF blocks. Raises: CheckpointError: always."""
+        raise CheckpointError(f"{self.name}: a safetensors tensor has no GGUF blocks.")
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint: those that the index names, else model.safetensors, else all in the folder.
+
+    Raises: CheckpointError: there are none, or the index names one that is not there.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from error
+        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {', '.join(map(str, missing))}.")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(f"{folder}: no *.safetensors files.")
+    return found
+
+
+def open_safetensors(folder: Path) -> dict[str, SafetensorsTensor]:
+    """Return every tensor of a checkpoint by name, none of them read yet.
+
+    Raises: CheckpointError: a file is missing or damaged, or two files hold the same tensor.
+    """
+    found: dict[str, SafetensorsTensor] = {}
+    for path in files(folder):
+        try:
+            file = safe_open(path, framework="pt", device="cpu")
+            for name in file.keys():  # noqa: SIM118  a safetensors file, not a dict
+                if name in found:
+                    raise CheckpointError(f"{path}: tensor {name!r} is also in another file of {folder}.")
+                part = file.get_slice(name)
+                shape = tuple(part.get_shape())
+                found[name] = SafetensorsTensor(file, name, shape, prod(shape) * ITEM_BYTES.get(part.get_dtype(), 1))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not a safetensors file, or damaged: {error}. Fetch it again.") from error
+    return found

@@ -1,0 +1,56 @@
+"""The tensors under the block ids: one pair (K, V) for each layer of a group, shared by all groups.
+
+    storage[j] = K [B, kv heads, block size, D],  V likewise       block 0 is the null block: never read as data
+
+Layer j of every group lives in pair j. A block id handed to a group stands for that block in the pairs of the group's
+layers, so the memory of a block is the same whichever group holds it.
+
+Before: kv/groups.py says how layers are grouped.  After: models/decoder.py binds them, kernels read and write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .groups import KVGroup, LayerKV, tensor_widths
+
+
+def allocate(
+    groups: Sequence[KVGroup],
+    layers: Sequence[LayerKV],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the pairs, zeroed, so that no garbage bits can be read as NaN.
+
+    Args:
+        groups, layers: as `group_layers` made them of the model's layers.
+        num_blocks: all block ids, the null block included.
+        block_size: positions of a block.
+        dtype: of the cached numbers.
+    Returns: one pair per layer of the longest group; pair j has the shape of groups[0]'s layer j, or, when layers of
+        different shape share it, one wide head [B, 1, block size, width].
+    """
+    pairs = []
+    for j, width in enumerate(tensor_widths(groups, layers)):
+        kinds = {
+            (layers[group.layers[j]].kv_heads, layers[group.layers[j]].head_dim)
+            for group in groups
+            if j < len(group.layers)
+        }
+        heads, dim = kinds.pop() if len(kinds) == 1 else (1, width)
+        shape = (num_blocks, heads, block_size, dim)
+        pairs.append((torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)))
+    return pairs
+
+
+def layer_view(tensor: Tensor, layer: LayerKV) -> Tensor:
+    """Return a storage tensor as one layer sees it: [B, kv heads, block size, D], the front of each block if narrow."""
+    block_size = tensor.shape[2]
+    numbers = layer.kv_heads * block_size * layer.head_dim
+    return tensor.flatten(1)[:, :numbers].unflatten(1, (layer.kv_heads, block_size, layer.head_dim))

@@ -1,0 +1,154 @@
+"""Self-attention over the paged cache: project, rotate and write the new keys and values, attend, project back.
+
+A step mixes sequences that compute one token (decodes; they stand first in the batch) with sequences that compute many
+(prefills). Both read the same cache; each kind has its kernel. All sequences of a step write their keys and values
+before any of them attends, so a query finds its own key in the cache like every other.
+
+Before: layers/{linear,norm,rope}.py, kernels/{rope,attention_decode,attention_prefill}.py.  After: models/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from ..kernels.attention_decode import attention_decode
+from ..kernels.attention_prefill import attention_prefill
+from ..kernels.rope import qk_norm_rope_write
+from ..kv.groups import LayerKV
+from .linear import Linear
+from .norm import RMSNorm
+from .rope import Rope
+
+
+class Batch(Protocol):
+    """What a forward pass reads of a step (runner/batch.py makes it). G KV groups, S sequences, B blocks, T tokens.
+
+    Args:
+        tokens: [T] int32.
+        positions: [T] int32, of each token in its sequence.
+        query_start: [S+1] int32; sequence s has the tokens query_start[s] .. query_start[s+1]-1.
+        seq_lens: [S] int32; length of each sequence after this step.
+        block_tables: for each KV group [S, B] int32.
+        slots_to_write: for each KV group [T] int64; block * block_size + offset of each token, -1 for padding.
+        num_seqs: S.   num_decodes: leading sequences with exactly one token.
+        max_query_len, max_seq_len: upper bounds over the sequences.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Sequence[Tensor]
+    slots_to_write: Sequence[Tensor]
+    num_seqs: int
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+@frozen
+class Heads:
+    """Sizes of grouped-query attention: `queries` heads share `kv` key/value heads, each of `dim` numbers."""
+
+    queries: int
+    kv: int
+    dim: int
+
+
+@frozen(eq=False)
+class LayerCache:
+    """Where one layer keeps its keys and values: two tensors [B, kv heads, block size, D], and the KV group that says
+    which block table and which write slots of the batch apply."""
+
+    k: Tensor
+    v: Tensor
+    group: int
+
+
+class Attention(nn.Module):
+    """Grouped-query attention.
+
+    Args:
+        hidden: size of the stream.
+        heads: the head counts and size.
+        rope: the rotation of q and k, shared by many layers; None for no rotation.
+        scale: factor on the scores; 1/sqrt(D) when None.
+        window: a query sees this many positions, itself included; None for all.
+        qkv_bias, out_bias: whether the projections have biases.
+        qk_norm: makes the norm over one head from its size; called once for q, once for k. None for no norm.
+
+    The soft-cap on scores and attention sinks get their keyword with the first family that needs them.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: Heads,
+        *,
+        rope: Rope | None,
+        scale: float | None = None,
+        window: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: Callable[[int], RMSNorm] | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.rope = rope
+        self.scale = heads.dim**-0.5 if scale is None else scale
+        self.window = window
+        self.qkv = Linear(
+            hidden, (heads.queries * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim), bias=qkv_bias
+        )
+        self.out = Linear(heads.queries * heads.dim, (hidden,), bias=out_bias)
+        self.q_norm = qk_norm(heads.dim) if qk_norm else None
+        self.k_norm = qk_norm(heads.dim) if qk_norm else None
+        self.cache: LayerCache | None = None
+
+    def layer_kv(self) -> LayerKV:
+        """What this layer keeps of each token."""
+        return LayerKV(self.heads.kv, self.heads.dim, self.window)
+
+    def bind(self, cache: LayerCache) -> None:
+        """Use these tensors from now on; must come before the first forward."""
+        self.cache = cache
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, H] -> [T, H]"""
+        cache = self.cache
+        q_norm, k_norm = self.q_norm, self.k_norm
+        q = qk_norm_rope_write(
+            self.qkv(x),
+            batch.positions,
+            None if self.rope is None else self.rope.cos_sin,
+            cache.k,
+            cache.v,
+            batch.slots_to_write[cache.group],
+            num_heads=self.heads.queries,
+            num_kv_heads=self.heads.kv,
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
+            eps=1e-6 if q_norm is None else q_norm.eps,
+            weight_offset=0.0 if q_norm is None else q_norm.offset,
+        )
+        return self.out(self._attend(q, batch).flatten(1))
+
+    def _attend(self, q: Tensor, batch: Batch) -> Tensor:
+        """[T, Hq, D] -> [T, Hq, D]; decodes first, then the rest, each by its kernel."""
+        cache, decodes = self.cache, batch.num_decodes
+        tables, lengths = batch.block_tables[cache.group], batch.seq_lens
+        options = {"scale": self.scale, "window": self.window or 0}
+        if decodes == batch.num_seqs:
+            return attention_decode(q, cache.k, cache.v, tables, lengths, max_seq_len=batch.max_seq_len, **options)
+        out = torch.empty_like(q)
+        if decodes:
+            one_token = (q[:decodes], cache.k, cache.v, tables[:decodes], lengths[:decodes])
+            attention_decode(*one_token, max_seq_len=batch.max_seq_len, out=out[:decodes], **options)
+        # query_start counts from the first row of q, so the prefills are addressed where they stand.
+        rest = (q, cache.k, cache.v, tables[decodes:], batch.query_start[decodes:], lengths[decodes:])
+        return attention_prefill(*rest, max_query_len=batch.max_query_len, out=out, **options)

@@ -1,0 +1,93 @@
+"""The frame of every decoder-only model: embedding, layers, norm, head.
+
+A family passes its layers in; the frame runs them over the batch, hands each attention its cache, and turns hidden
+states into logits. The stream `x` and the last block's output `delta` travel apart, because the addition belongs to the
+next norm's kernel.
+
+Before: models/<family>.py builds it, models/registry.py loads it.  After: runner/runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..kv.groups import KVGroup, LayerKV
+from ..kv.storage import layer_view
+from ..layers.attention import Attention, Batch, LayerCache
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
+from ..layers.rope import Rope
+from .config import ModelConfig
+
+
+class Decoder(nn.Module):
+    """A whole model.
+
+    Args:
+        config: its facts.
+        layer: makes layer i; a module `forward(x, delta, batch) -> (x, delta)` whose attention is called `attn`.
+        norm: makes the last norm from its size.
+        embed_scale: factor on the embedded tokens.
+        logit_cap: logits become cap * tanh(logits / cap); None for none.
+        logit_scale: factor on the logits, before the cap.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: Callable[[int], nn.Module],
+        *,
+        norm: Callable[[int], RMSNorm],
+        embed_scale: float = 1.0,
+        logit_cap: float | None = None,
+        logit_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.embed = Embedding(config.vocab_size, config.hidden, scale=embed_scale)
+        self.layers = nn.ModuleList(layer(i) for i in range(config.num_layers))
+        self.norm = norm(config.hidden)
+        self.head = Linear(config.hidden, (config.vocab_size,))
+        self.logit_cap = logit_cap
+        self.logit_scale = logit_scale
+
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer, in order."""
+        return [layer.attn for layer in self.layers]
+
+    def ropes(self) -> list[Rope]:
+        """The rotations that the layers share, each once."""
+        return [module for module in self.modules() if isinstance(module, Rope)]
+
+    def kv_layers(self) -> list[LayerKV]:
+        """What each layer keeps of every token, in order of the layers."""
+        return [attention.layer_kv() for attention in self.attentions()]
+
+    def bind(self, groups: Sequence[KVGroup], storage: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Give each layer its cache: layer j of a group uses tensor pair j of the storage (kv/storage.py)."""
+        attentions = self.attentions()
+        for group in groups:
+            for layer, (k, v) in zip(group.layers, storage, strict=False):  # a group may have fewer layers than pairs
+                kind = attentions[layer].layer_kv()
+                attentions[layer].bind(LayerCache(layer_view(k, kind), layer_view(v, kind), group.index))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the hidden state of each token after the last norm, [T, H]; writes the tokens' keys and values."""
+        x, delta = self.embed(batch.tokens), None
+        for layer in self.layers:
+            x, delta = layer(x, delta, batch)
+        return self.norm.add(x, delta)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, [L, H] -> [L, V]."""
+        logits = self.head(hidden)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_cap is not None:
+            logits = self.logit_cap * torch.tanh(logits / self.logit_cap)
+        return logits

@@ -1,0 +1,112 @@
+"""From a checkpoint to a model that runs: find the family by the architecture's name, build, load.
+
+A family's file is imported when its first checkpoint is opened, so a start-up pays for one family only. To add one,
+write models/<family>.py (WEIGHTS, Layer, build) and a row here.
+
+Before: checkpoint/source.py (the files), models/<family>.py.  After: engine/parts.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..checkpoint.gguf_names import stored_tensors
+from ..checkpoint.load import ChooseFormat, Progress, load, load_dummy
+from ..checkpoint.safetensors import open_safetensors
+from ..checkpoint.source import Source
+from ..errors import CheckpointError, UnsupportedModel
+from ..quant.format import Stored
+from .config import HF, architecture, choose_dtype
+from .decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+}
+TIED = {"head": "embed"}
+
+
+def family(name: str) -> ModuleType:
+    """Return the module of an architecture. Raises: UnsupportedModel: there is none; names those that there are."""
+    if name not in FAMILIES:
+        raise UnsupportedModel(
+            f"Architecture {name!r} is not implemented; implemented are {', '.join(sorted(FAMILIES))}."
+        )
+    return importlib.import_module(f".{FAMILIES[name]}", __package__)
+
+
+def build_model(config: Mapping[str, Any]) -> Decoder:
+    """Make the model that a config.json describes, without weights and without memory; enough to plan with.
+
+    Raises: UnsupportedModel, CheckpointError: the config asks for something else than is implemented.
+    """
+    hf = HF(config)
+    model = family(architecture(hf)).build(hf)
+    if unread := hf.unread():
+        log.warning("config.json keys that this version does not know and ignores: %s", ", ".join(unread))
+    return model
+
+
+def load_model(
+    source: Source,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    format_for: ChooseFormat | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Build the model of a checkpoint and fill it.
+
+    Args:
+        source: where its files are.
+        dtype: of activations and dense weights; "auto" by models/config.py::choose_dtype.
+        device: where the parameters go.
+        load_format: "auto" (GGUF if the source has one, else safetensors), "safetensors", "gguf" or "dummy".
+        format_for: chooses the format of each linear layer from its path, the layer and its stored weights.
+        overrides: keys that replace those of config.json.
+        seed: of dummy weights.
+        progress: told bytes done and bytes in all, from any thread.
+    Raises: CheckpointError: files and config do not fit each other; UnsupportedModel: not implemented.
+    """
+    device = torch.device(device)
+    model = build_model({**source.config(), **(overrides or {})})
+    dtype = choose_dtype(dtype, model.config, device)
+    if load_format == "dummy":
+        if format_for is not None:
+            raise CheckpointError("Dummy weights are plain numbers; leave the quantisation out.")
+        load_dummy(model, dtype=dtype, device=device, seed=seed, tied=TIED if model.config.tied_head else {})
+    else:
+        tensors = open_tensors(source, load_format, model)
+        options = {"dtype": dtype, "device": device, "format_for": format_for, "progress": progress}
+        # A tied head may still have a tensor of its own in the file; then the file is right.
+        weights = family(model.config.architecture).WEIGHTS
+        load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
+    for rope in model.ropes():
+        rope.allocate(model.config.max_model_len, device)
+    return model.eval()
+
+
+def open_tensors(source: Source, load_format: str, model: Decoder) -> dict[str, Stored]:
+    """Return all tensors of the checkpoint by their Hugging Face names. Raises: CheckpointError."""
+    if load_format not in ("auto", "safetensors", "gguf"):
+        raise CheckpointError(f"load_format {load_format!r} is not one of auto, safetensors, gguf, dummy.")
+    file = source.gguf_file if load_format != "safetensors" else None
+    if file is not None:
+        return stored_tensors(file, model.config.num_heads, model.config.num_kv_heads)
+    if load_format == "gguf":
+        raise CheckpointError(f"{source.name}: load_format is gguf, but there is no GGUF file.")
+    return open_safetensors(source.folder)
