@@ -18,6 +18,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton.language as tl
 from attrs import frozen
@@ -112,6 +113,7 @@ def interpreting() -> Iterator[None]:
 
     owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
     with (
+        np.errstate(all="ignore"),  # on a GPU, overflow to infinity is silent
         kept(*owners),
         replaced(JITFunction, __call__=call, run=run),
         replaced(launch, CPU_RUNS_KERNELS=True),

@@ -9,6 +9,8 @@ The sum is rounded to the stream's type first and the norm is taken of the round
 reads is exactly what was normalised. `offset` is 1.0 in the models (Gemma) whose checkpoints store weight - 1.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, equation 4.
+
+Before: `launch.py`, whether a kernel runs here.  After: `layers/`, which hold the weights.
 """
 
 import torch
