@@ -152,7 +152,7 @@ def test_frequencies_follow_the_softmax():
 
 
 def test_frequencies_across_tiles():
-    """Four tokens in four tiles with 0.1, 0.2, 0.3, 0.4; chi-square, 3 degrees of freedom, limit 21.1 (one in 10**4)."""
+    """Tokens in four tiles with 0.1, 0.2, 0.3, 0.4; chi-square, 3 degrees of freedom, limit 21.1 (one in 10**4)."""
     logits = torch.full((1, 7000), -INF)
     share = torch.tensor([0.1, 0.2, 0.3, 0.4])
     logits[0, [5, 2048, 6143, 6999]] = share.log()

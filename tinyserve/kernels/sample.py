@@ -2,7 +2,7 @@
 
 The draw is by inverse CDF. With one uniform number u of the row, and the kept tokens in the order of their ids,
 
-    token = first id with  w[0] + ... + w[id] > u * (w[0] + ... + w[V-1]),      w[i] = exp((logit[i] - max) / temperature)
+    token = first id with  w[0] + ... + w[id] > u * (w[0] + ... + w[V-1]),    w[i] = exp((logit[i] - max) / temperature)
 
 Stage 1, one program per (row, tile of 2048 ids), reads the logits once and leaves the tile's largest logit, its id and
 the tile's sum of w. Stage 2, one program per row, walks the sums to the tile in which the target falls and reads that
@@ -13,8 +13,8 @@ Tiles are the same whatever the batch, so a row's sums, and its token, do not de
 A row that holds NaN or +inf, or nothing above -inf, is flagged `bad`; its token is 0 and must not be used.
 
 Source: Devroye, "Non-Uniform Random Variate Generation", 1986, section III.2 (inversion by sequential search). One
-uniform number a row beat V Gumbel numbers a row by 2.5 to 4.4 times at 32 rows and more on an H200 (30 us against 122 us
-for 256 rows of 151936): Gumbel is bound by Philox and logarithms, not by bytes.
+uniform number a row beat V Gumbel numbers a row by 2.5 to 4.4 times at 32 rows and more on an H200 (30 us against 122
+us for 256 rows of 151936): Gumbel is bound by Philox and logarithms, not by bytes.
 
 Before: `threshold.py` (top-k, top-p, min-p), `philox.py`.  After: `logprobs.py`; `sampling/sampler.py` calls it.
 """
@@ -71,7 +71,7 @@ def _weights(
     top: torch.Tensor,
     temperature: torch.Tensor,
 ) -> torch.Tensor:
-    """[R, tiles, ids of a tile] exp((logit - top) / temperature), 0 for tokens that the threshold drops and after the end."""
+    """[R, tiles, ids of a tile] exp((logit - top) / temperature); 0 for dropped tokens and after the end."""
     rows, V = logits.shape
     width = min(V, TILE)
     out = logits.new_zeros(rows, cdiv(V, width) * width)
