@@ -1,0 +1,261 @@
+"""Decode attention over pages, kernel and reference, against one dense softmax over the very keys of a sequence.
+
+The cache is NaN wherever no token was written, and the block table holds impossible ids behind a sequence's last block,
+so that any read of what does not belong to a sequence shows.
+"""
+
+import pytest
+import torch
+from attrs import frozen
+
+from tests.kernels.harness import assert_close, nan_like, randn
+from tinyserve.kernels import attention_decode as module
+
+NO_BLOCK = 2**30
+
+
+@frozen
+class Pages:
+    """Sequences in a paged cache. keys, values: per sequence [N, Hkv, D]; tables, lens: what a kernel gets."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    tables: torch.Tensor
+    lens: torch.Tensor
+
+
+def fill_pages(lengths, *, kv_heads, head_dim, page, dtype, device, blocks=None, seed=10) -> Pages:
+    """Random sequences, scattered over `blocks` blocks (default: few more than needed)."""
+    counts = [-(-length // page) for length in lengths]
+    blocks = blocks or sum(counts) + 3
+    shape = (blocks, kv_heads, page, head_dim)
+    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
+    free = iter(
+        (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)) + blocks - sum(counts)).tolist()
+    )
+    tables = torch.full((len(lengths), max(counts, default=0) + 2), NO_BLOCK, dtype=torch.int32)
+    keys, values = [], []
+    for number, length in enumerate(lengths):
+        ids = [next(free) for _ in range(counts[number])]
+        tables[number, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        for cache, into, offset in ((k_cache, keys, 0), (v_cache, values, 1)):
+            drawn = randn(length, kv_heads, head_dim, dtype=dtype, device=device, seed=seed + 2 * number + offset)
+            into.append(drawn)
+            for index, block in enumerate(ids):
+                piece = drawn[index * page : (index + 1) * page]
+                cache[block, :, : len(piece)] = piece.transpose(0, 1)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Pages(keys, values, k_cache, v_cache, tables.to(device), lens)
+
+
+def dense_attention(q, k, v, *, scale, window=0, softcap=0.0, sinks=None):
+    """q [M, Hq, D] are the last M tokens of k, v [N, Hkv, D]. One score matrix, in float32."""
+    if len(q) == 0 or len(k) == 0:
+        return torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("mhd,nhd->hmn", q.float(), k.float().repeat_interleave(group, 1)) * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    at = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+    key = torch.arange(len(k), device=q.device)[None]
+    hidden = (key > at) | (key <= at - window) if window else key > at
+    weight = scores.masked_fill(hidden, -torch.inf).exp()
+    total = weight.sum(-1)
+    if sinks is not None:
+        total = total + sinks.float().exp()[:, None]
+    return torch.einsum("hmn,nhd->mhd", weight / total[..., None], v.float().repeat_interleave(group, 1)).to(q.dtype)
+
+
+def expected_decode(q, pages, **options):
+    rows = [
+        dense_attention(q[number : number + 1], k, v, **options)
+        for number, (k, v) in enumerate(zip(pages.keys, pages.values, strict=True))
+    ]
+    return torch.cat(rows) if rows else q
+
+
+def both(name):
+    """The two implementations of an operation, as a parameter."""
+    return pytest.mark.parametrize("implementation", [f"{name}_reference", name])
+
+
+RAGGED = [1, 130, 0, 64, 65, 15]
+CASES = [
+    # lengths, head_dim, query heads, kv heads, page, options
+    (RAGGED, 64, 9, 3, 16, {}),
+    (RAGGED, 64, 4, 4, 64, {}),
+    (RAGGED, 80, 8, 2, 64, {}),
+    (RAGGED, 96, 4, 1, 32, {"window": 50}),
+    (RAGGED, 128, 8, 2, 16, {"softcap": 3.0}),
+    (RAGGED, 128, 3, 1, 64, {"sinks": True}),
+    (RAGGED, 64, 6, 2, 64, {"sinks": True, "softcap": 5.0, "window": 1}),
+    ([100, 33], 256, 4, 1, 16, {"window": 64, "sinks": True}),
+    ([200], 64, 40, 2, 16, {"window": 128}),
+    ([7], 16, 1, 1, 16, {}),
+    ([0, 0], 64, 2, 2, 16, {"sinks": True}),
+    ([], 64, 2, 2, 16, {}),
+]
+
+
+@both("attention_decode")
+@pytest.mark.parametrize("lengths, head_dim, heads, kv_heads, page, options", CASES)
+def test_decode_is_dense_softmax(device, dtype, implementation, lengths, head_dim, heads, kv_heads, page, options):
+    pages = fill_pages(lengths, kv_heads=kv_heads, head_dim=head_dim, page=page, dtype=dtype, device=device)
+    q = randn(len(lengths), heads, head_dim, dtype=dtype, device=device, spread=2)
+    options = dict(options, scale=head_dim**-0.5)
+    if options.get("sinks"):
+        options["sinks"] = randn(heads, dtype=dtype, device=device, seed=3, spread=2)
+
+    def call():
+        return getattr(module, implementation)(
+            q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, max_seq_len=256, **options
+        )
+
+    out = call()
+
+    assert_close(out, expected_decode(q, pages, **options))
+    assert torch.equal(out, call())
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8, 64])
+def test_the_number_of_splits_does_not_show(device, monkeypatch, splits):
+    """Breaks if a split takes a key twice or loses one, or if an empty split (65 keys are two tiles) counts."""
+    monkeypatch.setattr(module, "count_splits", lambda *_: splits)
+    pages = fill_pages([65, 0, 200], kv_heads=1, head_dim=64, page=64, dtype=torch.float32, device=device)
+    q = randn(3, 2, 64, dtype=torch.float32, device=device)
+    options = {"scale": 0.2, "window": 150, "sinks": torch.tensor([1.0, -1.0], device=device)}
+
+    out = module.attention_decode(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, max_seq_len=200, **options)
+
+    assert_close(out, expected_decode(q, pages, **options))
+
+
+@both("attention_decode")
+def test_strided_queries_and_a_given_output(device, dtype, implementation):
+    """Breaks if a stride is taken for granted: q is the front of a fused row, out has gaps that must stay NaN."""
+    pages = fill_pages([20, 40], kv_heads=2, head_dim=64, page=16, dtype=dtype, device=device)
+    q = randn(2, 3 * 4, 64, dtype=dtype, device=device)[:, 2:6]
+    wide = nan_like(q, shape=(2, 5, 72))
+    out = wide[:, :4, :64]
+
+    result = getattr(module, implementation)(
+        q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, scale=0.1, max_seq_len=40, out=out
+    )
+
+    assert result is out
+    assert_close(out, expected_decode(q, pages, scale=0.1))
+    assert wide[:, 4:].isnan().all() and wide[..., 64:].isnan().all()
+
+
+def test_huge_logits_do_not_overflow(device):
+    """Breaks if the peak is not subtracted: exp(1e4) is infinite."""
+    pages = fill_pages([70], kv_heads=1, head_dim=64, page=64, dtype=torch.float32, device=device)
+    q = pages.keys[0][None, 66] * 300
+
+    for call in (module.attention_decode, module.attention_decode_reference):
+        out = call(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, scale=1.0, max_seq_len=70)
+
+        assert_close(out[0], pages.values[0][66])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0}])
+def test_the_reference_keeps_probabilities_in_float32(dtype, options):
+    """Breaks at 2000 nearly equal keys if softmax runs in bfloat16: its sum would stop growing at 256."""
+    pages = fill_pages([2000, 1500], kv_heads=1, head_dim=64, page=16, dtype=dtype, device="cpu")
+    q = randn(2, 2, 64, dtype=dtype, device="cpu", spread=0.05)
+
+    out = module.attention_decode_reference(
+        q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, scale=0.125, max_seq_len=2000, **options
+    )
+
+    assert_close(out, expected_decode(q, pages, scale=0.125, **options), scale=0.2)
+
+
+def test_many_sequences_are_gathered_in_parts(monkeypatch):
+    """Breaks at the border of two parts (here after every 2nd sequence) if a row lands in the wrong place."""
+    monkeypatch.setattr(module, "WORKSPACE", 2 * 41 * 64 + 100)
+    pages = fill_pages([5, 40, 0, 17, 16], kv_heads=1, head_dim=64, page=16, dtype=torch.float32, device="cpu")
+    q = randn(5, 2, 64, dtype=torch.float32, device="cpu")
+
+    out = module.attention_decode_reference(
+        q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, scale=0.1, max_seq_len=40, window=20
+    )
+
+    assert_close(out, expected_decode(q, pages, scale=0.1, window=20))
+
+
+def test_the_number_of_splits():
+    """Breaks if splits are more than tiles, more than fill the device, or not a power of two."""
+    assert module.count_splits(8, 32768, 64) == 32
+    assert module.count_splits(1, 256, 64) == 4
+    assert module.count_splits(3, 10**6, 64) == 64
+    assert module.count_splits(264, 4096, 64) == module.count_splits(10**4, 1, 64) == 1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": torch.zeros(2, 3, 64)}, r"q \[2, 3, 64\] does not fit a cache of \[4, 2, 16, 64\]"),
+        ({"q": torch.zeros(2, 4, 32)}, "does not fit"),
+        ({"q": torch.zeros(2, 64, 4).mT}, "contiguous in the last dimension"),
+        ({"v_cache": torch.zeros(4, 2, 32, 64)[:, :, ::2]}, "both caches must be contiguous"),
+        (
+            {"seq_lens": torch.ones(3, dtype=torch.int32)},
+            r"2 sequences, but block_tables is \[2, 3\] and seq_lens \[3\]",
+        ),
+        ({"sinks": torch.zeros(2)}, r"sinks must be \[4\], is \[2\]"),
+        ({"k_cache": torch.zeros(4, 2, 24, 64), "v_cache": torch.zeros(4, 2, 24, 64)}, "blocks of 24 tokens"),
+    ],
+)
+def test_refusals(device, change, message):
+    arguments = {
+        "q": torch.zeros(2, 4, 64),
+        "k_cache": torch.zeros(4, 2, 16, 64),
+        "v_cache": torch.zeros(4, 2, 16, 64),
+        "block_tables": torch.zeros(2, 3, dtype=torch.int32),
+        "seq_lens": torch.ones(2, dtype=torch.int32),
+    } | change
+
+    with pytest.raises(ValueError, match=message):
+        module.attention_decode(
+            **{name: value.to(device) for name, value in arguments.items()}, scale=1.0, max_seq_len=16
+        )
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(device):
+    """Breaks in the last blocks: block 131072 of [8, 64, 32] begins at element 2**31, which wraps in 32 bits."""
+    low = fill_pages([300, 65], kv_heads=8, head_dim=32, page=64, dtype=torch.float16, device=device)
+    high = fill_pages([300, 65], kv_heads=8, head_dim=32, page=64, dtype=torch.float16, device=device, blocks=131090)
+    q = randn(2, 8, 32, dtype=torch.float16, device=device)
+    assert high.k_cache.numel() > 2**31
+
+    first, second = (
+        module.attention_decode(q, one.k_cache, one.v_cache, one.tables, one.lens, scale=0.2, max_seq_len=300)
+        for one in (low, high)
+    )
+
+    assert torch.equal(first, second)
+
+
+def compile_cases():
+    def case(dtype, head_dim, page, max_seq_len, **options):
+        cache = torch.empty(8, 2, page, head_dim, dtype=dtype)
+        tables, lens = torch.empty(2, 64, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        if options.pop("sinks", False):
+            options["sinks"] = torch.empty(8, dtype=dtype)
+        q = torch.empty(2, 8, head_dim, dtype=dtype)
+        module.attention_decode(q, cache, cache, tables, lens, scale=0.1, max_seq_len=max_seq_len, **options)
+
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for head_dim, page, max_seq_len, options in (
+            (64, 16, 4096, {}),
+            (80, 64, 4096, {"sinks": True}),
+            (128, 64, 4096, {}),
+            (128, 64, 64, {"sinks": True, "window": 1024}),
+            (256, 64, 4096, {"softcap": 50.0, "window": 1024}),
+        ):
+            yield lambda args=(dtype, head_dim, page, max_seq_len), options=options: case(*args, **options)

@@ -1,0 +1,425 @@
+"""Attention of one new token per sequence over its cached keys: `out = softmax(scale · q Kᵀ) V`, K and V in pages.
+
+A decode step reads every key and value once and computes little, so what counts is that the whole device reads. One
+program = (kv head, split, sequence): the G query heads of a kv head are the rows of one tile, so that a key is read
+once for all of them, and the keys of a long sequence are cut into as many splits as fill the device. How many is fixed
+by the shape of the launch; which keys a split owns is computed from `seq_lens` on the device, so that one recorded
+graph serves every length. With one split the program writes the output, else `attention_merge` joins the parts.
+
+Softmax is online and in float32 with base 2: a running peak, a running denominator, an accumulator. The page number of
+a tile is read one tile ahead, because a load that waits for another load breaks the software pipeline. What a model
+does not use (window, soft-cap, sinks) is not in its compiled kernel. 2·Σ seq_lens·Hkv·D numbers are read.
+
+Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; Kwon et al., arXiv:2309.06180 (pages); soft-cap:
+Gemma 2, arXiv:2408.00118; sinks: gpt-oss's reference implementation.
+
+Before: `rope.py` has written the new key and value.  After: `attention_merge.py`, then the output projection.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import launch
+from .attention_merge import attention_merge
+from .launch import cdiv, choose, next_power_of_2, use_kernel
+
+PROGRAMS = 264  # two for each processor of the largest device; measured: more cost more than they bring
+MOST_SPLITS = 64
+WORKSPACE = 1 << 18  # numbers of K that the reference gathers at once: more falls out of a CPU core's cache
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
+LOWEST = tl.constexpr(-1e30)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    visible: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention in plain torch, on gathered keys: what all references share.
+
+    Args:
+        q: [..., M, D]; k, v: [..., N, D]; leading dimensions broadcast.
+        visible: boolean, broadcasts to [..., M, N]; None: every key is visible. Each row should see one key.
+        scale, softcap: as for `attention_decode`.
+        sinks: broadcasts to [..., M, 1], or None.
+
+    Returns:
+        [..., M, D] in q's type; probabilities are float32.
+    """
+    if not softcap and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=scale)
+    scores = q.float() @ k.float().mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    return (scores.softmax(dim=-1)[..., : k.shape[-2]] @ v.float()).to(q.dtype)
+
+
+def gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Copy pages [S, N] of a cache [B, Hkv, P, D] out, in the order of their tokens: [S, Hkv, N·P, D]."""
+    heads, page, head_dim = cache.shape[1:]
+    row = pages[:, None] * heads + torch.arange(heads, dtype=pages.dtype, device=pages.device)[:, None]
+    copied = cache.view(-1, page * head_dim).index_select(0, row.view(-1))
+    return copied.view(len(pages), heads, -1, head_dim)
+
+
+def attention_decode_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_seq_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification of `attention_decode`, with its arguments; also how the CPU serves.
+
+    Pages are gathered for a few sequences at a time, so that the copies are read again while they are in the cache.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+    heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    grouped = q.unflatten(1, (heads, -1))
+    sinks = None if sinks is None else sinks.view(heads, -1, 1)
+    lengths = seq_lens.tolist()
+    at_once = max(1, WORKSPACE // (max(lengths, default=1) * heads * head_dim + 1))
+    for begin in range(0, len(lengths), at_once):
+        part = slice(begin, begin + at_once)
+        k, v, visible = _gather_visible(k_cache, v_cache, block_tables[part], lengths[part], window)
+        result = attend(grouped[part], k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks)
+        out[part] = result.flatten(1, 2)
+    if 0 in lengths:
+        out[seq_lens == 0] = 0
+    return out
+
+
+def _gather_visible(k_cache, v_cache, block_tables, lengths, window):
+    """(k, v, mask) of some sequences; no mask if each copied key is visible. Keys that are not become zero."""
+    page = k_cache.shape[2]
+    lows = [max(0, length - window) if window else 0 for length in lengths]
+    firsts = [low // page for low in lows]
+    count = max(1, *(cdiv(length, page) - first for length, first in zip(lengths, firsts, strict=True)))
+    if len(lengths) == 1 and lengths[0]:
+        pages = block_tables[:, firsts[0] : firsts[0] + count]
+        inside = slice(lows[0] - firsts[0] * page, lengths[0] - firsts[0] * page)
+        return gather_pages(k_cache, pages)[:, :, inside], gather_pages(v_cache, pages)[:, :, inside], None
+
+    position = torch.arange(count * page) + torch.tensor(firsts)[:, None] * page
+    length = torch.tensor(lengths)[:, None]
+    used = position[:, ::page] < length
+    number = torch.where(used, position[:, ::page] // page, 0)
+    pages = torch.where(used, block_tables.gather(1, number), 0)
+    k, v = gather_pages(k_cache, pages), gather_pages(v_cache, pages)
+    visible = (position < length) & (position >= torch.tensor(lows)[:, None])
+    if visible.all():
+        return k, v, None
+    # What was never written may be NaN, and 0 · NaN is NaN: a mask over the scores would not keep it out.
+    unused = (~visible)[:, None].expand(k.shape[:3]).reshape(-1).nonzero().view(-1)
+    for copied in (k, v):
+        copied.view(-1, copied.shape[-1]).index_fill_(0, unused, 0)
+    return k, v, visible[:, None, None]
+
+
+@triton.jit
+def pages_of(table_ptr, key, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Block ids of keys [key, key + TILE): one number if a tile lies in a page, else [TILE]. Past `end`: block 0."""
+    if PAGE >= TILE:
+        number = tl.load(table_ptr + key // PAGE, mask=key < end, other=0)
+    else:
+        keys = key + tl.arange(0, TILE)
+        number = tl.load(table_ptr + keys // PAGE, mask=keys < end, other=0)
+    return number.to(tl.int64)
+
+
+@triton.jit
+def load_keys(
+    cache_ptr,  # [B, P, D] of one kv head
+    pages,  # what pages_of(key) gave
+    key,  # first key, a multiple of TILE
+    end,  # keys from here on read as zero
+    block_stride,  # elements between blocks
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,  # False: all keys lie before `end`
+):
+    """Keys or values [TILE, BLOCK_D] of one kv head."""
+    row = tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK_D)
+    if PAGE >= TILE:
+        place = cache_ptr + pages * block_stride + (key % PAGE + row)[:, None] * D + column[None, :]
+    else:
+        place = (cache_ptr + pages * block_stride + (row % PAGE) * D)[:, None] + column[None, :]
+    if MASKED:
+        tile = tl.load(place, mask=(key + row < end)[:, None] & (column < D)[None, :], other=0.0)
+    elif D == BLOCK_D:
+        tile = tl.load(place)
+    else:
+        tile = tl.load(place, mask=(column < D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def score(q, k, scale, cap, SOFTCAP: tl.constexpr):
+    """Logits in base 2. `scale` holds log2(e), or with SOFTCAP 1/cap, and then `cap` holds the log2(e)."""
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP:
+        logits = cap * (2.0 * tl.sigmoid(2.0 * logits) - 1.0)  # cap * tanh(logits)
+    return logits
+
+
+@triton.jit
+def accumulate(logits, v, acc, peak, total):
+    """One step of the online softmax: logits [M, TILE] and values [TILE, D] join (acc [M, D], peak [M], total [M])."""
+    higher = tl.maximum(peak, tl.max(logits, axis=1))
+    weight = tl.exp2(logits - higher[:, None])
+    shrink = tl.exp2(peak - higher)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, higher, total * shrink + tl.sum(weight, axis=1)
+
+
+@triton.jit
+def _attention_decode_kernel(
+    q_ptr,  # [S, Hq, D]
+    k_ptr,  # [B, Hkv, P, D]
+    v_ptr,  # [B, Hkv, P, D]
+    tables_ptr,  # [S, ...] block ids, int32
+    lens_ptr,  # [S] int32
+    sinks_ptr,  # [Hq]; read if SINKS
+    out_ptr,  # one split: [S, Hq, D]; more: partial [S, Hq, K, D] float32
+    lse_ptr,  # [S, Hq, K] float32; written with more than one split
+    q_stride,  # elements between sequences
+    q_head_stride,  # elements between heads
+    block_stride,  # elements between blocks of k and v
+    page_stride,  # elements between the kv heads of a block
+    table_stride,  # elements between sequences
+    out_stride,  # elements between sequences
+    out_head_stride,  # elements between heads
+    scale,
+    cap,
+    G: tl.constexpr,  # query heads of a kv head
+    D: tl.constexpr,
+    PAGE: tl.constexpr,  # a power of two
+    WINDOW: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of two, at least G and 16
+    BLOCK_D: tl.constexpr,  # a power of two, at least D and 16
+    TILE: tl.constexpr,  # keys of one step; a power of two
+    STAGES: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    sequence = tl.program_id(2).to(tl.int64)
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    head = kv_head * G + row
+    real = (row < G)[:, None] & (column < D)[None, :]
+
+    length = tl.load(lens_ptr + sequence)
+    low = length * 0
+    if WINDOW:
+        low = tl.maximum(length - WINDOW, 0)
+    first = low // TILE * TILE
+    share = tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
+    begin = first + split * share
+    end = tl.minimum(begin + share, length)
+    if SPLIT:
+        part = (sequence * (tl.num_programs(0) * G) + head) * splits + split
+        if begin >= end:
+            tl.store(lse_ptr + part, tl.full([ROWS], float("-inf"), tl.float32), mask=row < G)
+            return
+
+    q = tl.load(q_ptr + sequence * q_stride + head[:, None] * q_head_stride + column[None, :], mask=real, other=0.0)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + head, mask=row < G, other=0.0).to(tl.float32) * LOG2E
+        peak = tl.maximum(sink, LOWEST)
+        total = tl.exp2(sink - peak)
+
+    tables_ptr += sequence * table_stride
+    k_ptr += kv_head.to(tl.int64) * page_stride
+    v_ptr += kv_head.to(tl.int64) * page_stride
+    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
+    for key in tl.range(begin, end, TILE, num_stages=STAGES):
+        pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
+        k = load_keys(k_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
+        v = load_keys(v_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
+        position = key + tl.arange(0, TILE)
+        visible = position < end
+        if WINDOW:
+            visible = visible & (position >= low)
+        logits = tl.where(visible[None, :], score(q, k, scale, cap, SOFTCAP), float("-inf"))
+        acc, peak, total = accumulate(logits, v, acc, peak, total)
+        pages = pages_ahead
+
+    averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SPLIT:
+        tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=row < G)
+        tl.store(out_ptr + part[:, None] * D + column[None, :], averaged, mask=real)
+    else:
+        place = out_ptr + sequence * out_stride + head[:, None] * out_head_stride + column[None, :]
+        tl.store(place, averaged.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_seq_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with the newest token of each sequence, whose key and value are in the cache already.
+
+    Args:
+        q: [S, Hq, D]; sequences and heads may lie apart.
+        k_cache, v_cache: [B, Hkv, P, D], contiguous; P a power of two. Query head h reads kv head h // (Hq / Hkv).
+        block_tables: [S, at least ceil(length / P)] int32; what stands behind a sequence's last block is not read.
+        seq_lens: [S] int32, with the new token; 0 for padding, which gives zeros.
+        scale: of q · k, usually D ** -0.5.
+        max_seq_len: at least every length; with S and Hkv it fixes how many splits are launched.
+        window: the newest `window` keys are visible; 0: all.
+        softcap: c > 0 makes a logit c · tanh(logit / c); 0: off.
+        sinks: [Hq] logits that join the denominator without a value, or None.
+        out: [S, Hq, D], written if given; contiguous in its last dimension.
+
+    Returns:
+        [S, Hq, D] in q's type: `out`, or new.
+
+    Raises:
+        ValueError: shapes, strides or options that do not fit.
+    """
+    if not use_kernel(q):
+        return attention_decode_reference(
+            q, k_cache, v_cache, block_tables, seq_lens, scale=scale, max_seq_len=max_seq_len, window=window,
+            softcap=softcap, sinks=sinks, out=out,
+        )  # fmt: skip
+    check_attention("attention_decode", q, k_cache, v_cache, sinks, out)
+    if block_tables.shape[0] != q.shape[0] or seq_lens.shape != q.shape[:1]:
+        raise ValueError(
+            f"attention_decode: {q.shape[0]} sequences, but block_tables is {list(block_tables.shape)} and seq_lens "
+            f"{list(seq_lens.shape)}"
+        )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if out.numel() == 0:
+        return out
+    sequences, heads, head_dim = q.shape
+    kv_heads, page = k_cache.shape[1:3]
+    options = _options(q, k_cache, max_seq_len)
+    splits = count_splits(sequences * kv_heads, min(max_seq_len, window or max_seq_len), options["TILE"])
+    target, lse = out, out
+    if splits > 1:
+        target = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
+    _attention_decode_kernel[(kv_heads, splits, sequences)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        q if sinks is None else sinks,
+        target,
+        lse,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        block_tables.stride(0),
+        target.stride(0),
+        target.stride(1),
+        *base_2(scale, softcap),
+        G=heads // kv_heads,
+        D=head_dim,
+        PAGE=page,
+        WINDOW=window,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        SPLIT=splits > 1,
+        **options,
+    )
+    return out if splits == 1 else attention_merge(target, lse, sinks=sinks, out=out)
+
+
+def base_2(scale: float, softcap: float) -> tuple[float, float]:
+    """(scale, cap) as the kernels' `score` wants them."""
+    log2e = LOG2E.value
+    return (scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
+
+
+def count_splits(pairs: int, keys: int, tile: int) -> int:
+    """Splits for `pairs` of (sequence, kv head) with up to `keys` keys each: a power of two that fills the device."""
+    most = min(PROGRAMS // pairs, cdiv(keys, tile), MOST_SPLITS)
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
+
+
+def check_attention(name: str, q, k_cache, v_cache, sinks, out) -> None:
+    """Refuse what the attention kernels cannot read.
+
+    Raises:
+        ValueError: with shapes and strides.
+    """
+    heads, head_dim = q.shape[1:]
+    kv_heads, page = k_cache.shape[1:3]
+    if k_cache.shape[3] != head_dim or heads % kv_heads:
+        raise ValueError(f"{name}: q {list(q.shape)} does not fit a cache of {list(k_cache.shape)}")
+    if page & (page - 1):
+        raise ValueError(f"{name}: blocks of {page} tokens; the number must be a power of two")
+    if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError(
+            f"{name}: both caches must be contiguous and {list(k_cache.shape)}, v is {list(v_cache.shape)}"
+        )
+    if q.stride(2) != 1 or (out is not None and (out.shape != q.shape or out.stride(2) != 1)):
+        raise ValueError(f"{name}: q and out must agree and be contiguous in the last dimension; q is {list(q.shape)}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"{name}: sinks must be [{heads}], is {list(sinks.shape)}")
+
+
+def _options(q: torch.Tensor, k_cache: torch.Tensor, max_seq_len: int) -> dict[str, int]:
+    """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory."""
+    sequences, heads, head_dim = q.shape
+    group = heads // k_cache.shape[1]
+    rows, block_d = max(16, next_power_of_2(group)), max(16, next_power_of_2(head_dim))
+    room = launch.shared_memory(q) // (block_d * q.element_size())
+    tile, stages = next(
+        (tile, stages)
+        for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
+        if rows + 2 * stages * tile <= room or stages == 1
+    )
+    default = {
+        "ROWS": rows,
+        "BLOCK_D": block_d,
+        "TILE": tile,
+        "STAGES": stages,
+        "num_warps": 4 if rows * block_d <= 8192 else 8,
+    }
+    return choose(
+        "attention_decode", q, default, head_dim=head_dim, group=group, sequences=sequences, max_seq_len=max_seq_len
+    )
