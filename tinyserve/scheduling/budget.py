@@ -1,0 +1,92 @@
+"""How much fits: tokens into one step, and rows onto the device.
+
+Before: step.py.  After: scheduler.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from ..step import SeqSlice, SlotOpening, TableEdit
+from .sequence import Sequence
+
+
+class Options(Protocol):
+    """The user's choices that the scheduler reads; config.SchedulerOptions has them."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    scheduling_policy: str
+    enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
+    scheduler_reserve_full_isl: bool
+    watermark: float
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
+
+
+class StepDraft:
+    """A step while it is being planned: what is in it, and how many tokens it may still take.
+
+    Args:
+        tokens: budget of the step.
+        cap: most tokens of one sequence, or 0 for no such cap (it keeps one long prompt from filling every step).
+    """
+
+    __slots__ = ("cap", "edits", "left", "opened", "sequences", "slices")
+
+    def __init__(self, tokens: int, cap: int) -> None:
+        self.left = tokens
+        self.cap = cap
+        self.sequences: list[Sequence] = []
+        self.slices: list[SeqSlice] = []
+        self.opened: list[SlotOpening] = []
+        self.edits: list[TableEdit] = []
+
+    def room(self) -> int:
+        """Tokens that one more sequence may get."""
+        return min(self.left, self.cap) if self.cap else self.left
+
+    def add(self, seq: Sequence, count: int, drafts: tuple[int, ...] = ()) -> None:
+        """Plan the next `count` positions of `seq` (drafts among them), and move its counters."""
+        start, slot = seq.scheduled, seq.slot
+        end = start + count
+        samples = end - len(drafts) == len(seq.tokens) + seq.in_flight
+        self.slices.append(SeqSlice(slot, start, count, drafts, samples))
+        self.sequences.append(seq)
+        self.left -= count
+        seq.scheduled = end
+        seq.flights += 1
+        if samples:
+            seq.in_flight += 1
+            seq.drafting = bool(drafts)
+        if seq.kv.changes:
+            self.edits += [TableEdit(slot, group, at, blocks) for group, at, blocks in seq.kv.changes]
+            seq.kv.changes = []
+
+
+class Rows:
+    """The rows of the device: free ones, and those whose end the device has not been told yet."""
+
+    def __init__(self, count: int) -> None:
+        self._free = deque(range(count))
+        self._closed: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free row; the least recently used one."""
+        return self._free.popleft()
+
+    def give_back(self, row: int) -> None:
+        """End a row; no flight may use it any more."""
+        self._free.append(row)
+        self._closed.append(row)
+
+    def take_closed(self) -> tuple[int, ...]:
+        """The rows ended since the last call, for StepInput.closed."""
+        closed, self._closed = tuple(self._closed), []
+        return closed

@@ -1,0 +1,96 @@
+"""Who is next: the waiting requests, and the running ones, both kept in order of rank.
+
+First come, first served is the policy in which all have the same priority. A preempted sequence goes to the front then;
+under the priority policy its place follows from its priority and arrival, as for everybody.
+
+The running list is kept in the order in which room is taken away: its last one is the victim.
+
+Before: sequence.py.  After: preempt.py, scheduler.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from .sequence import Sequence
+
+_rank = attrgetter("rank")
+
+
+class WaitingQueue:
+    """Requests that do not run, next one first.
+
+    Args: by_priority: order by (priority, arrival), lower first; else by the order of `push`.
+    """
+
+    def __init__(self, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._queue: list[Sequence] = []
+        self._turn = 0
+        self.prompt_tokens = 0  # of all of them
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self._queue[index]
+
+    def push(self, seq: Sequence) -> None:
+        """Take in a new request."""
+        self._turn += 1
+        request = seq.request
+        seq.rank = (request.priority, request.arrival, self._turn) if self._by_priority else (0, 0, self._turn)
+        self._insert(seq)
+
+    def push_front(self, seq: Sequence) -> None:
+        """Take back a preempted one: to the very front, or to where its priority puts it."""
+        if not self._by_priority:
+            seq.rank = (0, 0, self._queue[0].rank[2] - 1 if self._queue else 0)
+        self._insert(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take one out, wherever it stands."""
+        index = bisect_left(self._queue, seq.rank, key=_rank)
+        assert self._queue[index] is seq, f"{seq} is not in the queue"
+        del self._queue[index]
+        self.prompt_tokens -= len(seq.request.prompt_ids)
+
+    def _insert(self, seq: Sequence) -> None:
+        insort(self._queue, seq, key=_rank)
+        self.prompt_tokens += len(seq.request.prompt_ids)
+
+
+class RunningList:
+    """Sequences with a row and blocks, in the order in which they get their share of a step."""
+
+    def __init__(self, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._running: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._running)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self._running[index]
+
+    def add(self, seq: Sequence) -> None:
+        """By priority and arrival, or at the end."""
+        if self._by_priority:
+            insort(self._running, seq, key=_rank)
+        else:
+            self._running.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+
+    def victim(self) -> Sequence:
+        """The one that gives up its blocks first: the last admitted, or the largest (priority, arrival)."""
+        return self._running[-1]

@@ -1,0 +1,400 @@
+"""Plan the next step, and book what a step gave: the two halves of every token.
+
+`plan` gives each running sequence its share of one token budget, in order, then admits waiting ones with what is left.
+It may run again before the step it planned has landed; a token that the host does not know yet is just a position.
+`commit` takes the results in the order of the plans: it moves counters, appends tokens, ends sequences. What a flight
+gave for a sequence that ended meanwhile is dropped there, and nowhere else.
+
+    plan ->  [ decode  decode  chunk of a long prompt ......  |  new prompt ...... ]    max_num_batched_tokens
+               running, in order                                 waiting, until one does not fit
+
+Before: sequence.py, queue.py, budget.py, preempt.py, kv/cache.py.  After: engine/engine.py (the loop), runner/runner.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from attrs import frozen
+
+from ..errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError
+from ..grammar.matcher import Constraint, unconstrained
+from ..kv.cache import KVCache
+from ..lora.adapters import Adapters, NoAdapters
+from ..request import FinishReason, Request
+from ..speculative.drafter import Drafter, NoDrafts
+from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs
+from .budget import Options, StepDraft
+from .preempt import Tenants
+from .queue import WaitingQueue
+from .sequence import Sequence, State
+
+
+class Update(NamedTuple):
+    """What one step added to one request.
+
+    Attributes:
+        token_ids: new tokens, the end token included; () for an error, and for max_tokens = 0.
+        logprobs: one per new token, None when not asked.
+        prompt_logprobs: with the first update, when asked: one per prompt token, None where nothing was computed.
+        finish_reason, stop_reason: set on the last update; stop_reason is the stop id, None for the tokenizer's EOS.
+        cached_tokens: prompt tokens that the first admission found in the prefix cache.
+        error: what went wrong when finish_reason is ERROR.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+    cached_tokens: int
+    error: Exception | None
+
+
+@frozen(kw_only=True)
+class SchedulerStats:
+    """Numbers of the moment (running, waiting, kv_usage 0..1) and totals since the start (the rest)."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    numerics_errors: int
+
+
+class _Flown(NamedTuple):
+    """A planned step that has not been committed."""
+
+    step_id: int
+    sequences: list[Sequence]
+    slices: tuple[SeqSlice, ...]
+
+
+class Scheduler:
+    """Decides each step. Not thread-safe: all calls come from the engine's loop.
+
+    Args:
+        options: see budget.Options.
+        cache: the block tables; one maximum-length sequence should fit, else longer ones are refused or cut short.
+        max_model_len: prompt and output tokens of one sequence.
+        slots: rows of the device, at least 1; default max_num_seqs. One that ended keeps its row while flights use it.
+        constrain: gives a request's Constraint, or raises RequestError.
+    Raises: ConfigError: a long prompt could never be computed without chunks.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        cache: KVCache,
+        *,
+        max_model_len: int,
+        slots: int | None = None,
+        drafter: Drafter | None = None,
+        adapters: Adapters | None = None,
+        constrain: Callable[[Request], Constraint] = unconstrained,
+    ) -> None:
+        if not options.enable_chunked_prefill and options.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"Without chunked prefill --max-num-batched-tokens ({options.max_num_batched_tokens}) must be at least "
+                f"the context ({max_model_len}); raise it or enable chunked prefill."
+            )
+        by_priority = options.scheduling_policy == "priority"
+        self._options = options
+        self._cache = cache
+        self._limit = min(max_model_len, cache.longest(options.max_num_batched_tokens) + 1)
+        self._drafter = drafter or NoDrafts()
+        self._adapters = adapters or NoAdapters()
+        self._constrain = constrain
+        self._waiting = WaitingQueue(by_priority)
+        self._tenants = Tenants(cache, self._waiting, slots or options.max_num_seqs, by_priority)
+        self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
+        self._flights: deque[_Flown] = deque()
+        self._steps = 0
+        self._prefix_queries = self._prefix_hits = 0
+        self._numerics_errors = 0
+
+    @property
+    def max_length(self) -> int:
+        """Prompt and output tokens that one sequence can have: max_model_len, or what the pool can hold."""
+        return self._limit
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended, or a flight has not been committed."""
+        return bool(self._sequences or self._flights)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tenants.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=self.num_running,
+            waiting=self.num_waiting,
+            kv_usage=self._cache.usage,
+            preemptions=self._tenants.preemptions,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            numerics_errors=self._numerics_errors,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        A request whose max_tokens exceeds the room left (context, or the pool if that is smaller) ends as LENGTH there.
+
+        Raises:
+            ContextLengthExceeded: prompt + 1 token can never fit.   UnknownModel: no such adapter.
+            RequestError: the id is in use, or something is asked that is not available.
+            Overloaded: the queue is full.
+        """
+        length = len(request.prompt_ids)
+        if request.id in self._sequences:
+            raise RequestError(f"A request with the id {request.id!r} is already running.", param="request_id")
+        if length >= self._limit:
+            raise ContextLengthExceeded(length, self._limit)
+        if request.pooling is not None:
+            raise RequestError("This model generates text; embeddings and scores are not available.", param="task")
+        kv = self._cache.sequence(request, self._adapters.identity(request.adapter))
+        constraint = self._constrain(request)
+        self._refuse_overload(length)
+        seq = Sequence(request, kv, constraint, self._limit)
+        self._sequences[request.id] = seq
+        self._waiting.push(seq)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request from outside, in any state (abort; a stop string seen by the front); unknown ids are ignored.
+
+        No Update follows. Tokens still in flight for it are dropped; blocks come back once no flight uses them.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._end(seq)
+
+    def plan(self) -> StepInput | None:
+        """The next step, or None when nothing can be launched now: no work, or all of it waits for flights."""
+        options = self._options
+        cap = options.long_prefill_token_threshold if len(self._sequences) > 1 else 0
+        step = StepDraft(options.max_num_batched_tokens, cap)
+        if self._continue_running(step):
+            self._admit_waiting(step)
+        if not step.slices:
+            return None
+        self._steps += 1
+        slices = tuple(step.slices)
+        self._flights.append(_Flown(self._steps, step.sequences, slices))
+        return StepInput(
+            step_id=self._steps,
+            slices=slices,
+            opened=tuple(step.opened),
+            closed=self._tenants.rows.take_closed(),
+            edits=tuple(step.edits),
+        )
+
+    def commit(self, output: StepOutput) -> list[Update]:
+        """Book the results of the oldest flight; the updates of sequences that got a token or ended."""
+        flown = self._flights.popleft()
+        if flown.step_id != output.step_id:
+            raise RuntimeError(f"step {output.step_id} was committed, but step {flown.step_id} is the oldest in flight")
+        updates = []
+        for seq, piece, given in zip(flown.sequences, flown.slices, output.slices, strict=True):
+            seq.flights -= 1
+            seq.in_flight -= piece.samples
+            if seq.state is State.FINISHED:
+                self._book_late(seq, piece, given)
+            elif given.bad:
+                updates.append(self._fail(seq))
+            else:
+                update = self._book(seq, piece, given)
+                if update is not None:
+                    updates.append(update)
+            if not seq.flights and seq.state is not State.RUNNING:
+                self._tenants.landed(seq)
+        return updates
+
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forget all cached prefixes; False while sequences hold blocks (preempted ones do until flights land)."""
+        if preempt_running:
+            while len(self._tenants.running):
+                self._tenants.preempt(self._tenants.running.victim())
+        return self._cache.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Assert that counters, queues, rows, tables and pool agree. For tests, and when idle."""
+        for seq in self._sequences.values():
+            seq.check_integrity()
+        running, waiting = set(self._tenants.running), set(self._waiting)
+        assert running | waiting == set(self._sequences.values()) and not running & waiting
+        assert all(seq.slot is not None for seq in running)
+        assert all(seq.slot is None or seq.flights for seq in waiting)
+        if not self.has_work:
+            assert self._cache.num_free == self._cache.num_blocks, "an idle cache has blocks in use"
+            assert not self._tenants.returning
+        self._cache.check_integrity()
+
+    def _refuse_overload(self, prompt_tokens: int) -> None:
+        most, most_tokens = self._options.max_num_queued_reqs, self._options.max_num_queued_tokens
+        if most is not None and self.num_waiting >= most:
+            raise Overloaded(f"{self.num_waiting} requests wait already (--max-num-queued-reqs {most}). Retry later.")
+        queued = self._waiting.prompt_tokens
+        if most_tokens is not None and queued and queued + prompt_tokens > most_tokens:
+            raise Overloaded(f"{queued} prompt tokens wait (--max-num-queued-tokens {most_tokens}). Retry later.")
+
+    def _continue_running(self, step: StepDraft) -> bool:
+        """Give each running sequence its share; False when one was short of blocks: nobody is admitted then."""
+        running, extend = self._tenants.running, self._cache.extend
+        enough, index = True, 0
+        while index < len(running) and step.left > 0:
+            seq = running[index]
+            index += 1
+            count = min(seq.to_compute(), step.room())
+            if count <= 0:
+                continue
+            drafts = ()
+            if count == 1 and not seq.in_flight:
+                room = min(step.left, seq.ends.limit - len(seq.tokens)) - 1
+                drafts = self._drafter.propose(seq.tokens, room)
+                count += len(drafts)
+            end = seq.scheduled + count
+            if extend(seq.kv, seq.tokens, seq.computed, end):
+                step.add(seq, count, drafts)
+                continue
+            made = enough and self._tenants.make_room(seq, end)
+            enough = False
+            if made:
+                step.add(seq, count, drafts)
+            elif seq.state is not State.RUNNING:
+                index -= 1  # it preempted itself, and was the last
+        return enough
+
+    def _admit_waiting(self, step: StepDraft) -> None:
+        """Start waiting requests in order until budget, rows or blocks end; those not ready are passed, not moved."""
+        waiting, tenants, options = self._waiting, self._tenants, self._options
+        index = 0
+        while index < len(waiting) and step.left > 0:
+            seq = waiting[index]
+            if len(tenants.running) >= options.max_num_seqs or not tenants.rows.num_free or seq.slot is not None:
+                return
+            if not seq.constraint.ready or not self._adapter_fits(seq):
+                index += 1
+                continue
+            if not self._admit(seq, step):
+                return
+
+    def _adapter_fits(self, seq: Sequence) -> bool:
+        if seq.request.adapter is None:
+            return True
+        active = {other.request.adapter for other in self._tenants.running} - {None}
+        return self._adapters.fits(seq.request.adapter, active)
+
+    def _admit(self, seq: Sequence, step: StepDraft) -> bool:
+        """Reserve, open a row and plan the first chunk; False when the cache or the budget has no room for it."""
+        options = self._options
+        whole = not options.enable_chunked_prefill
+        admission = self._cache.admit(
+            seq.kv,
+            seq.tokens,
+            step.left if whole else step.room(),
+            whole=whole,
+            gate=options.max_num_batched_tokens if options.scheduler_reserve_full_isl else 0,
+            spare=int(options.watermark * self._cache.num_blocks) if len(self._tenants.running) else 0,
+            reads=seq.reads_cache,
+        )
+        if admission is None:
+            return False
+        if seq.cached is None:
+            seq.cached = admission.cached
+            self._prefix_queries += len(seq.tokens)
+            self._prefix_hits += admission.cached
+        self._waiting.remove(seq)
+        self._tenants.enter(seq)
+        seq.computed = seq.scheduled = admission.cached
+        request = seq.request
+        step.opened.append(
+            SlotOpening(seq.slot, len(request.prompt_ids), tuple(seq.tokens), RowParams.of(request)),
+        )
+        step.add(seq, admission.count)
+        return True
+
+    def _book(self, seq: Sequence, piece: SeqSlice, given: SliceOutput) -> Update | None:
+        """Move the counters over a landed slice and take its tokens, up to one that ends the sequence."""
+        if given.prompt_logprobs and seq.prompt_logprobs is not None:
+            at = piece.start + 1
+            seq.prompt_logprobs[at : at + len(given.prompt_logprobs)] = given.prompt_logprobs
+        if not piece.samples:
+            seq.computed = piece.end
+            return None
+        new = given.tokens
+        if piece.drafts:
+            seq.scheduled = piece.end - len(piece.drafts) + len(new) - 1  # rejected drafts are computed over
+            seq.drafting = False
+            seq.computed = seq.scheduled
+        else:
+            seq.computed = piece.end
+        ended = None
+        tokens, check, advance = seq.tokens, seq.ends.check, seq.constraint.advance
+        for count, token in enumerate(new, 1):
+            tokens.append(token)
+            advance(token)
+            ended = check(token, len(tokens))
+            if ended is not None:
+                new = new[:count]
+                break
+        return self._report(seq, new, given.logprobs, ended)
+
+    def _report(
+        self,
+        seq: Sequence,
+        new: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        ended: tuple[FinishReason, int | None] | None,
+    ) -> Update:
+        """The update for new tokens; ends the sequence when they did."""
+        request, prompt_logprobs = seq.request, seq.prompt_logprobs
+        if prompt_logprobs is not None:
+            prompt_logprobs, seq.prompt_logprobs = tuple(prompt_logprobs), None
+        if logprobs is not None:
+            logprobs = logprobs[: len(new)]
+        reason = stop = None
+        if ended is not None:
+            self._end(seq)
+            reason, stop = ended
+            if request.sampling.max_tokens == 0:  # one token was sampled because a prompt cannot be computed without
+                new, logprobs, reason, stop = (), None, FinishReason.LENGTH, None
+        return Update(request.id, new, logprobs, prompt_logprobs, reason, stop, seq.cached, None)
+
+    def _book_late(self, seq: Sequence, piece: SeqSlice, given: SliceOutput) -> None:
+        """A slice of a sequence that has ended: its tokens are dropped, its positions may still serve as a prefix."""
+        if given.bad:
+            self._cache.distrust(seq.kv)
+        elif not piece.drafts:
+            seq.computed = max(seq.computed, min(piece.end, len(seq.tokens)))
+
+    def _fail(self, seq: Sequence) -> Update:
+        """End a sequence whose logits were not numbers, and keep its blocks out of the prefix cache."""
+        self._cache.distrust(seq.kv)
+        self._end(seq)
+        self._numerics_errors += 1
+        position = len(seq.tokens) - len(seq.request.prompt_ids)
+        error = NumericsError(
+            f"The model produced numbers that are no probabilities (NaN or infinite) for output token {position + 1} "
+            "of this request. Its cached blocks were discarded; other requests are not affected."
+        )
+        return Update(seq.request.id, (), None, None, FinishReason.ERROR, None, seq.cached, error)
+
+    def _end(self, seq: Sequence) -> None:
+        del self._sequences[seq.request.id]
+        if seq.state is State.RUNNING:
+            self._tenants.leave(seq, State.FINISHED)
+        else:
+            self._waiting.remove(seq)
+            seq.state = State.FINISHED

@@ -1,0 +1,135 @@
+"""A request while it is being answered: its tokens, and how far each of three counters has come.
+
+    0 ......... computed ......... scheduled ......... known ......... known + in_flight
+    |  landed   |    in flights    |  not planned yet  |  on the device only, the host   |
+    |  K and V  |                  |                   |  learns them at commit          |
+
+`plan` moves `scheduled` towards known + in_flight, `commit` moves `computed` towards `scheduled` and appends what was
+sampled to `tokens`. Prefill, chunked prefill, decode and recomputing after a preemption are this one chase; nothing
+asks which of them a sequence is in.
+
+Before: request.py, kv/cache.py.  After: queue.py, scheduler.py (the only one who changes a Sequence).
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ..grammar.matcher import Constraint
+from ..kv.cache import SequenceKV
+from ..request import FinishReason, Request
+from ..step import TokenLogprobs
+
+
+class State(enum.Enum):
+    """Where a sequence stands. One that left RUNNING may keep its row and blocks while flights still use them."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class EndRules:
+    """When a sequence ends by itself, made ready for one look per token.
+
+    Args:
+        limit: prompt and output tokens together never exceed it.
+
+    End tokens count only once `min_tokens` exist (the sampler masks them until then); on the last token an end token
+    beats the limit.
+    """
+
+    __slots__ = ("_floor", "_ids", "_request", "limit")
+
+    def __init__(self, request: Request, limit: int) -> None:
+        sampling = request.sampling
+        most = limit if sampling.max_tokens is None else len(request.prompt_ids) + max(1, sampling.max_tokens)
+        eos = frozenset() if sampling.ignore_eos else request.eos_ids | request.extra_eos_ids
+        self.limit = min(limit, most)
+        self._ids = eos | frozenset(sampling.stop_token_ids)
+        self._floor = len(request.prompt_ids) + sampling.min_tokens
+        self._request = request
+
+    def check(self, token: int, length: int) -> tuple[FinishReason, int | None] | None:
+        """The finish and stop reason if the sequence ends with `token` as its `length`-th token, else None."""
+        if token in self._ids and length > self._floor:
+            return FinishReason.STOP, self._request.stop_on(token)[1]
+        return (FinishReason.LENGTH, None) if length >= self.limit else None
+
+
+class Sequence:
+    """One request's progress.
+
+    Attributes:
+        tokens: known ones, prompt first; they survive a preemption.
+        computed, scheduled: positions, see the drawing above.
+        in_flight: tokens sampled by flights that have not been committed.   flights: those that cover this sequence.
+        drafting: a flight carries drafts, so how many tokens it gives is unknown and nothing may be planned on it.
+        slot: row on the device; None when it holds neither a row nor blocks.
+        cached: tokens that the first admission found in the prefix cache, None before it.
+        prompt_logprobs: by position of the prompt, None when not asked or already delivered.
+        rank: place in the queue, smaller is earlier.
+    """
+
+    __slots__ = (
+        "cached",
+        "computed",
+        "constraint",
+        "drafting",
+        "ends",
+        "flights",
+        "in_flight",
+        "kv",
+        "prompt_logprobs",
+        "rank",
+        "request",
+        "scheduled",
+        "slot",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, kv: SequenceKV, constraint: Constraint, limit: int) -> None:
+        self.request = request
+        self.kv = kv
+        self.constraint = constraint
+        self.ends = EndRules(request, limit)
+        self.tokens = list(request.prompt_ids)
+        self.computed = self.scheduled = 0
+        self.in_flight = self.flights = 0
+        self.drafting = False
+        self.slot: int | None = None
+        self.state = State.WAITING
+        self.cached: int | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(request.prompt_ids)
+        self.rank: tuple[float, float, int] = (0, 0, 0)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether cached positions may stand in for computing: not while their log-probabilities are still owed."""
+        return self.request.reads_cache and self.prompt_logprobs is None
+
+    def to_compute(self) -> int:
+        """Positions that may be planned now: 0 when all are, or when the tokens in flight already reach the limit."""
+        total = len(self.tokens) + self.in_flight
+        return 0 if self.drafting or total >= self.ends.limit else total - self.scheduled
+
+    def forget_progress(self) -> None:
+        """Nothing of it is in the cache any more; everything known must be computed again."""
+        self.computed = self.scheduled = 0
+        self.drafting = False
+
+    def check_integrity(self) -> None:
+        """Assert the order of the counters."""
+        known = len(self.tokens)
+        assert 0 <= self.computed <= self.scheduled <= known + self.in_flight, self
+        assert 0 <= self.in_flight <= self.flights and self.computed <= known <= self.ends.limit, self
+        assert (self.computed == self.scheduled) or self.flights, self
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.request.id} {self.state.name}: computed {self.computed}, scheduled {self.scheduled}, "
+            f"known {len(self.tokens)} + {self.in_flight} in {self.flights} flights, slot {self.slot}>"
+        )
