@@ -1,8 +1,9 @@
 """A matrix product, of one or several fused parts, in whatever format its weights are kept.
 
 `qkv` and `gate_up` are one product each although a checkpoint stores three and two matrices: the layer knows its
-parts, so the weight table of a model file stays a list of names, and a format (quant/) fills ranges of rows. A layer that holds
-only its share of a larger one (tensor parallelism) has a `shard` that cuts the stored tensors; by default it is whole.
+parts, so the weight table of a model file stays a list of names, and a format (quant/) fills ranges of rows. A layer
+that holds only its share of a larger one (tensor parallelism) has a `shard` that cuts the stored tensors; by default
+it is whole.
 
 Before: quant/.  After: layers/attention.py, layers/mlp.py, models/decoder.py.
 """

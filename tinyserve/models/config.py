@@ -51,7 +51,7 @@ class HF:
         self.raw = dict(raw)
         self.where = where
         self.read: set[str] = set()
-        self.inner: list[HF] = []
+        self.inner: dict[str, HF] = {}
 
     def get(self, *spellings: str, default: Any = _MISSING) -> Any:
         """Return the first of the spellings that is there and not null, else `default`.
@@ -84,8 +84,7 @@ class HF:
             return None
         if not isinstance(raw, Mapping):
             raise CheckpointError(f"{self.where}: {spellings[0]!r} is {raw!r}, expected an object.")
-        self.inner.append(HF(raw, f"{self.where}: {spellings[0]}"))
-        return self.inner[-1]
+        return self.inner.setdefault(spellings[0], HF(raw, f"{self.where}: {spellings[0]}"))
 
     def unread(self) -> list[str]:
         """Return the keys that nobody read and that could change the numbers. Null and false mean off."""
@@ -94,9 +93,7 @@ class HF:
             for key, value in self.raw.items()
             if key not in self.read and key not in HARMLESS and value is not None and value is not False
         ]
-        return sorted(keys) + [
-            f"{inner.where.split(': ', 1)[1]}.{key}" for inner in self.inner for key in inner.unread()
-        ]
+        return sorted(keys) + [f"{name}.{key}" for name, inner in self.inner.items() for key in inner.unread()]
 
 
 @frozen(kw_only=True)

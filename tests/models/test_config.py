@@ -1,0 +1,139 @@
+"""config.json: spellings, refusals, keys that nobody read, and the numbers derived from it."""
+
+import pytest
+import torch
+
+from tinyserve.errors import CheckpointError, UnsupportedModel
+from tinyserve.models.config import HF, ModelConfig, choose_dtype
+from tinyserve.models.registry import FAMILIES, build_model, family
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1000,
+    "eos_token_id": [2, 7],
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}
+
+
+def read(**changes):
+    return ModelConfig.from_hf(HF(LLAMA | changes))
+
+
+def test_defaults_follow_the_other_keys():
+    config = read()
+
+    assert (config.num_kv_heads, config.head_dim, config.tied_head) == (4, 8, False)
+    assert config.eos_ids == (2, 7)
+    assert read(eos_token_id=3).eos_ids == (3,)
+    assert read(eos_token_id=None).eos_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 1000),
+        ({"max_position_embeddings": None}, 2048),
+        ({"max_seq_len": 800}, 800),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 2000),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 1.5, "rope_theta": 1e4}}, 1500),
+        ({"rope_scaling": YARN}, 1000),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 1000),
+    ],
+)
+def test_context_length(changes, expected):
+    """The least length key, times the RoPE factor unless the kind is one whose length includes it."""
+    assert read(**changes).max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "device", "expected"),
+    [
+        ("auto", "bfloat16", "cpu", torch.bfloat16),
+        ("auto", "float16", "cpu", torch.float32),
+        ("auto", "float32", "cpu", torch.float32),
+        ("auto", None, "cpu", torch.float32),
+        ("auto", "float32", "cuda", torch.bfloat16),
+        ("auto", None, "cuda", torch.bfloat16),
+        ("auto", "float16", "cuda", torch.float16),
+        ("half", "bfloat16", "cpu", torch.float16),
+        (torch.float32, "bfloat16", "cuda", torch.float32),
+    ],
+)
+def test_dtype_rule(asked, stored, device, expected):
+    assert choose_dtype(asked, read(dtype=stored), torch.device(device)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "'longrope'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"architectures": ["RwkvForCausalLM"]}, "LlamaForCausalLM"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        build_model(LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": None}, {"architectures": None}, {"num_key_value_heads": 3}, {"rope_scaling": "linear"}],
+)
+def test_a_config_that_cannot_be_is_refused(changes):
+    with pytest.raises(CheckpointError):
+        build_model(LLAMA | changes)
+
+
+def test_unknown_keys_are_reported_once_and_nulls_are_not(caplog):
+    build_model(LLAMA | {"mystery_scale": 2.0, "other_feature": None, "third": False, "use_cache": True})
+
+    assert caplog.messages == ["config.json keys that this version does not know and ignores: mystery_scale"]
+
+
+def test_keys_inside_the_rope_dict_are_watched_too():
+    hf = HF(LLAMA | {"rope_scaling": YARN | {"secret": 1}})
+    family("LlamaForCausalLM").build(hf)
+
+    assert hf.unread() == ["rope_scaling.secret"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_declares_its_weights_and_builds_without_memory(name):
+    """A registry row without WEIGHTS or build would fail at the user's start, not in CI."""
+    config = LLAMA | {"architectures": [name], "hidden_act": "silu", "sliding_window": 8}
+    model = build_model(config)
+
+    assert family(name).WEIGHTS
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert len(model.kv_layers()) == 2
+
+
+def test_gemma3_reads_the_classic_config():
+    """Flat rope keys and sliding_window_pattern, as Gemma 3 was published: 8x linear on full layers only."""
+    config = LLAMA | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 6,
+        "head_dim": 8,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 7e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    model = build_model(config)
+    specs = [layer.attn.rope.spec for layer in model.layers]
+
+    assert [layer.window for layer in model.kv_layers()] == [16, 16, None, 16, 16, None]
+    assert [(spec.kind, spec.theta) for spec in specs[1:3]] == [("default", 7e3), ("linear", 5e5)]
+    assert model.config.max_model_len == 1000
+    assert model.config.tied_head

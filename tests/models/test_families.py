@@ -1,0 +1,106 @@
+"""Each family against transformers: random weights, odd sizes, ragged prompts, paged cache in scattered blocks."""
+
+import logging
+
+import pytest
+import torch
+
+from tests import oracles
+from tests.models.batching import Paged
+from tinyserve.checkpoint.source import resolve
+from tinyserve.models.registry import load_model
+
+CLOSE = {"atol": 1e-4, "rtol": 0}  # of logits between 5 and 20; float32 noise is 1e-5
+LENGTHS = (37, 11)  # more than one window (4 to 6), more than llama3's and yarn's original length (32)
+DECODES = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a family's checkpoint, saved once."""
+    folders = {}
+
+    def get(name):
+        if name not in folders:
+            folders[name] = oracles.save(name, tmp_path_factory.mktemp(name))
+        return folders[name]
+
+    return get
+
+
+def open_model(folder):
+    return load_model(resolve(str(folder)), dtype="float32")
+
+
+def sequences():
+    return [oracles.prompt(length + DECODES, seed=seed) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("name", oracles.CONFIGS)
+def test_logits_equal_transformers(name, checkpoint, caplog):
+    """Largest difference of any logit: 1e-4, for two prompts prefilled as one batch, then decoded together."""
+    folder = checkpoint(name)
+    with caplog.at_level(logging.WARNING):
+        paged = Paged(open_model(folder))
+    rows = [paged.add(tokens) for tokens in sequences()]
+    steps = [paged.step(dict(zip(rows, LENGTHS, strict=True)))]
+    steps += [paged.step(dict.fromkeys(rows, 1)) for _ in range(DECODES)]
+
+    assert caplog.messages == []  # every key of the config was understood
+    for row, tokens in zip(rows, sequences(), strict=True):
+        expected = oracles.reference_logits(folder, tokens)
+        actual = torch.cat([step[row] for step in steps])
+
+        assert expected.abs().max() > 2
+        torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3"])
+def test_chunks_and_mixed_batches_change_nothing(name, checkpoint):
+    """One prompt in chunks of 5, the other decoding beside it: logits within 1e-4 of transformers."""
+    folder = checkpoint(name)
+    paged = Paged(open_model(folder), block_size=8)
+    long, short = (paged.add(tokens) for tokens in sequences())
+    found = {long: [], short: [paged.step({short: LENGTHS[1]})[short]]}
+    for count in (5, 5, 5, 10, 12, 1, 1):
+        asked = {long: count}
+        if len(found[short]) <= DECODES:
+            asked[short] = 1
+        for row, logits in paged.step(asked).items():
+            found[row].append(logits)
+
+    for row, tokens in zip((long, short), sequences(), strict=True):
+        actual = torch.cat(found[row])
+        expected = oracles.reference_logits(folder, tokens)[: len(actual)]
+        torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+def test_dynamic_rope_grows_with_the_sequence(tmp_path, monkeypatch):
+    """Beyond the trained 32 positions each token is rotated as transformers does when it decodes one at a time."""
+    dynamic = oracles.rope("dynamic", factor=3.0)
+    monkeypatch.setitem(oracles.CONFIGS, "dynamic", lambda: oracles.llama(max_position_embeddings=32, **dynamic))
+    folder = oracles.save("dynamic", tmp_path)
+    tokens = oracles.prompt(45)
+    reference, past, expected = oracles.open_reference(folder), None, []
+    with torch.inference_mode():
+        for piece in (tokens[:30], *([token] for token in tokens[30:])):
+            out = reference(torch.tensor([piece]), past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            expected.append(out.logits[0])
+    paged = Paged(open_model(folder))
+    row = paged.add(tokens)
+
+    assert paged.model.config.max_model_len == 96
+    torch.testing.assert_close(paged.step({row: 45})[row], torch.cat(expected), **CLOSE)
+
+
+def test_bfloat16_follows_float32(checkpoint):
+    """Half precision through the same code: logits within 5 % of the largest one."""
+    folder = checkpoint("gemma3")
+    tokens = sequences()[0]
+    paged = Paged(load_model(resolve(str(folder)), dtype="bfloat16"))
+    row = paged.add(tokens)
+    actual = paged.step({row: len(tokens)})[row].float()
+    expected = oracles.reference_logits(folder, tokens)
+
+    assert (actual - expected).abs().max() < 0.05 * expected.abs().max()
