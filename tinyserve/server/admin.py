@@ -1,0 +1,39 @@
+"""Routes for whoever runs the server: health, version, load, metrics.
+
+Before: face.py, telemetry.py.  After: app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .. import __version__
+from .face import Service
+
+
+async def health(_request: Request, service: Service) -> Response:
+    """200 when requests would be answered; 503 while loading, draining or dead."""
+    service.ready()
+    return Response(status_code=200)
+
+
+async def version(_request: Request, _service: Service) -> Response:
+    """The version of tinyserve."""
+    return Response(orjson.dumps({"version": __version__}), media_type="application/json")
+
+
+async def load(_request: Request, service: Service) -> Response:
+    """Generating requests that are being answered now."""
+    return Response(orjson.dumps({"server_load": service.inflight}), media_type="application/json")
+
+
+async def metrics(_request: Request, service: Service) -> Response:
+    """Prometheus text; also of an engine that has died, which is when it is wanted most."""
+    if service.engine is None:
+        service.ready()
+    text, kind = await asyncio.to_thread(service.engine.metrics.exposition)
+    return Response(text, headers={"content-type": kind})

@@ -1,0 +1,175 @@
+"""The ASGI app: routes, and around them what holds for every request.
+
+    Front: header limit, API key, request id, in-flight count, HTTP metrics, and an answer for every exception
+      CORS (only when origins are allowed)
+        Router -> one function per route: (request, service) -> response
+
+A route raises what is wrong; `describe` in errors.py says how that looks to the client.
+
+Before: the protocol files.  After: serve.py, which puts the app behind a socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Route, Router
+
+from . import admin, models, tokens
+from .errors import Failure, HeadersTooLarge, Unauthorized, describe
+from .face import Service
+from .openai_chat import chat_completions
+from .openai_completions import completions
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 256
+GUARDED = ("/v1", "/v2", "/inference")  # an API key is asked for on these paths only: probes and scrapers have none
+_UNCOUNTED = {"/metrics", "/health", "/load", "/ping", "/version"}
+
+Handler = Callable[[Request, Service], Awaitable[Any]]
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("GET", "/v1/models", models.list_models),
+    ("GET", "/v1/models/{name:path}", models.one_model),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
+    ("GET", "/health", admin.health),
+    ("GET", "/ping", admin.health),
+    ("POST", "/ping", admin.health),
+    ("GET", "/version", admin.version),
+    ("GET", "/load", admin.load),
+    ("GET", "/metrics", admin.metrics),
+    ("GET", "/metrics/", admin.metrics),
+)
+
+
+def create_app(service: Service) -> Front:
+    """The app of one service; its engine may come later."""
+    methods: dict[str, dict[str, Handler]] = {}
+    for method, path, handler in ROUTES:
+        methods.setdefault(path, {})[method] = handler
+    routes = [Route(path, _Endpoint(service, path, found), methods=list(found)) for path, found in methods.items()]
+    app: Any = Router(routes, redirect_slashes=False)
+    options = service.config.server
+    if options.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+        )
+    return Front(app, service)
+
+
+class _Endpoint:
+    """Calls the handler of a route's method, then the response that it returns."""
+
+    def __init__(self, service: Service, path: str, handlers: dict[str, Handler]) -> None:
+        self._service = service
+        self._path = path
+        self._handlers = handlers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        scope["tinyserve.route"] = self._path
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        response = await self._handlers[method](Request(scope, receive), self._service)
+        await response(scope, receive, send)
+
+
+class Front:
+    """The outermost layer; see the module's docstring."""
+
+    def __init__(self, app: Any, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._keys = [_digest(key) for key in service.config.server.api_key]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        state = _Answering(send, self._request_id(scope))
+        counted = scope["path"].startswith(GUARDED)
+        self._service.inflight += counted
+        try:
+            self._check(scope)
+            await self._app(scope, receive, state.send)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            failure = _of_router(error, scope) if isinstance(error, HTTPException) else describe(error)
+            if state.status is None:
+                await failure.response()(scope, receive, state.send)
+        finally:
+            self._service.inflight -= counted
+            self._count(scope, state.status)
+
+    def _check(self, scope: Any) -> None:
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
+            raise HeadersTooLarge(f"The headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed.")
+        if not self._keys or scope["method"] == "OPTIONS" or not scope["path"].startswith(GUARDED):
+            return
+        sent = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, key = sent.decode("latin-1").partition(" ")
+        digest = _digest(key.strip())
+        # every key is compared, and by digest, so that the time taken tells nothing about them
+        if scheme.lower() != "bearer" or not any([hmac.compare_digest(digest, known) for known in self._keys]):
+            raise Unauthorized("Incorrect or missing API key. Send the header 'Authorization: Bearer <key>'.")
+
+    def _request_id(self, scope: Any) -> bytes | None:
+        if not self._service.config.server.enable_request_id_headers:
+            return None
+        sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        return sent[:256] or uuid.uuid4().hex.encode()
+
+    def _count(self, scope: Any, status: int | None) -> None:
+        route = scope.get("tinyserve.route", "none")
+        if self._service.engine is not None and route not in _UNCOUNTED and status is not None:
+            self._service.engine.metrics.http(route, scope["method"], status)
+
+
+class _Answering:
+    """Notes the status that goes out, and adds the request id."""
+
+    def __init__(self, send: Any, request_id: bytes | None) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status: int | None = None
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self._request_id is not None:
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", self._request_id)]}
+        await self._send(message)
+
+
+async def _lifespan(receive: Any, send: Any) -> None:
+    while True:
+        message = await receive()
+        await send({"type": message["type"] + ".complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _of_router(error: HTTPException, scope: Any) -> Failure:
+    texts = {404: f"There is no route {scope['path']}.", 405: f"{scope['path']} does not take {scope['method']}."}
+    message = texts.get(error.status_code, str(error.detail))
+    return Failure(error.status_code, message, headers=error.headers or {})
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

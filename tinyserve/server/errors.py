@@ -1,0 +1,90 @@
+"""Errors in OpenAI's shape, with the right HTTP status.
+
+    {"error": {"message": ..., "type": ..., "param": dotted field or null, "code": text or the status}}
+
+A RequestError is the sender's fault and its text is shown; of an unexpected exception only the fact is shown, the rest
+goes to the log.
+
+Before: errors.py (the tree).  After: app.py (handlers), sse.py (errors inside a started stream).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import orjson
+from attrs import field, frozen
+from starlette.responses import Response
+
+from ..errors import EngineDead, EngineError, Overloaded, RequestError, TinyserveError
+
+logger = logging.getLogger("tinyserve.server")
+
+_TYPES = {
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
+    405: "MethodNotAllowed", 408: "RequestTimeout", 413: "RequestTooLarge", 415: "UnsupportedMediaType",
+    431: "RequestHeaderFieldsTooLarge", 500: "InternalServerError", 501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}  # fmt: skip
+
+
+@frozen
+class Failure:
+    """An error as it goes to the client."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(factory=dict)
+
+    def body(self) -> bytes:
+        """The JSON object."""
+        kind = _TYPES.get(self.status, "Error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
+        return orjson.dumps({"error": error})
+
+    def response(self) -> Response:
+        """The HTTP answer."""
+        return Response(self.body(), self.status, headers=dict(self.headers), media_type="application/json")
+
+
+class TooLarge(RequestError):
+    """The body, or a list in it, is above a cap."""
+
+    status = 413
+
+
+class HeadersTooLarge(RequestError):
+    """All headers together are above the cap."""
+
+    status = 431
+
+
+class Unauthorized(RequestError):
+    """No key, or a wrong one."""
+
+    status = 401
+
+
+class BodyTimeout(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+
+
+def describe(error: Exception) -> Failure:
+    """What the client is told about `error`."""
+    if isinstance(error, RequestError):
+        headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+        return Failure(error.status, str(error), error.param, error.code, headers)
+    if isinstance(error, Overloaded):
+        return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, EngineDead):
+        return Failure(503, str(error) or "The engine has stopped.", code="engine_dead")
+    if isinstance(error, (EngineError, TinyserveError)):
+        logger.error("request failed: %s", error)
+        return Failure(500, str(error))
+    logger.error("unexpected error while answering", exc_info=error)
+    return Failure(500, "The server hit an unexpected error while answering; its log has the details.")

@@ -1,0 +1,83 @@
+"""What the server needs of an engine, and what all its routes share.
+
+The server never builds an engine. Until one is there every route that needs it answers 503, and the socket is open
+from the first second, so that a load balancer can watch the start.
+
+Before: engine/engine.py (which has this face), config.py.  After: app.py and every protocol file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from attrs import define, field
+
+from ..config import EngineConfig
+from ..errors import Overloaded, UnknownModel
+from ..request import Output, SamplingParams
+from ..telemetry import NoMetrics
+
+
+class EngineFace(Protocol):
+    """The part of Engine that routes call. `metrics` is a telemetry.Metrics."""
+
+    tokenizer: Any
+    max_model_len: int
+    served_names: tuple[str, ...]
+    default_sampling: Mapping[str, Any]
+    metrics: NoMetrics
+
+    def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Output]:
+        """Outputs of all n answers, interleaved. Errors of validation come before anything is queued."""
+        ...
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Render the chat template and tokenise, off the loop."""
+        ...
+
+    async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenise a raw prompt as `generate` would, off the loop."""
+        ...
+
+    def check_health(self) -> None:
+        """Raises: EngineDead."""
+        ...
+
+    async def close(self, drain_seconds: float = 0.0) -> None: ...
+
+
+@define
+class Service:
+    """One server: its engine, once there is one, its options, and what is going on.
+
+    Args:
+        engine: None while the model loads.
+        draining: no new request is taken any more.
+        inflight: HTTP requests that are being answered.
+    """
+
+    config: EngineConfig
+    engine: EngineFace | None = None
+    draining: bool = False
+    inflight: int = 0
+    created: int = field(factory=lambda: int(time.time()))
+
+    def ready(self) -> EngineFace:
+        """The engine, alive. Raises: Overloaded: loading or shutting down; EngineDead."""
+        if self.draining:
+            raise Overloaded("The server is shutting down.", retry_after=5)
+        if self.engine is None:
+            raise Overloaded("The model is still loading.", retry_after=5)
+        self.engine.check_health()
+        return self.engine
+
+    def model_name(self, asked: str | None) -> str:
+        """The name written in answers: always the first served one. Raises: UnknownModel."""
+        names = tuple(self.ready().served_names)
+        if asked and asked not in names:
+            raise UnknownModel(asked, names)
+        return names[0]

@@ -1,0 +1,45 @@
+"""GET /v1/models and /v1/models/{id}: what is served, and how long its context is.
+
+Before: face.py.  After: app.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .face import Service
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    allowed = ("sampling", "logprobs", "view")
+    denied = ("create_engine", "search_indices", "fine_tuning", "is_blocking")
+    permission = {"id": f"modelperm-{name}", "object": "model_permission", "created": service.created}
+    permission |= {f"allow_{what}": True for what in allowed}
+    permission |= {what if what == "is_blocking" else f"allow_{what}": False for what in denied}
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "tinyserve",
+        "root": service.config.model.model,
+        "parent": None,
+        "max_model_len": service.ready().max_model_len,
+        "permission": [{**permission, "organization": "*", "group": None}],
+    }
+
+
+async def list_models(_request: Request, service: Service) -> Response:
+    """One card per served name."""
+    cards = [_card(service, name) for name in service.ready().served_names]
+    return Response(orjson.dumps({"object": "list", "data": cards}), media_type="application/json")
+
+
+async def one_model(request: Request, service: Service) -> Response:
+    """The card of one name. Raises: UnknownModel."""
+    name = request.path_params["name"]
+    service.model_name(name)
+    return Response(orjson.dumps(_card(service, name)), media_type="application/json")

@@ -1,0 +1,273 @@
+"""POST /v1/chat/completions: messages in, an assistant message out, whole or as a stream of deltas.
+
+    JSON -> Fields -> template and tokenizer (engine.encode_chat) -> ids, SamplingParams -> engine.generate
+         -> Output ... -> ChatWriter -> events or one JSON object
+
+Stream order for each choice: a delta with the role once the engine gave something, deltas with text, a last chunk with
+the finish reason; then one chunk without choices that holds the usage, if asked for; then [DONE].
+
+Before: fields.py, sampling.py, logprobs.py.  After: sse.py (sends it), engine/engine.py (makes the outputs).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from attrs import evolve, frozen
+from starlette.requests import Request
+
+from ..errors import RequestError
+from ..request import Output, Usage
+from .errors import TooLarge
+from .face import Service
+from .fields import Fields, read_json
+from .logprobs import chat_logprobs, prompt_logprobs
+from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
+from .sse import Generation, Tally
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@frozen(kw_only=True)
+class Shape:
+    """How the answers of one chat request are written.
+
+    Args:
+        role: of the answer.   echo: text that goes in front of each answer, or "".
+        prompt_ids: the rendered conversation.   n: answers.
+        token_ids: whether ids are reported.   ids_as_text: whether logprob tokens are written as token_id:N.
+    """
+
+    role: str
+    echo: str
+    prompt_ids: Sequence[int]
+    n: int
+    logprobs: bool
+    token_ids: bool
+    ids_as_text: bool
+
+
+async def chat_completions(request: Request, service: Service) -> Generation:
+    """Answer one request. Raises: RequestError, Overloaded, EngineDead; all before the first byte."""
+    engine = service.ready()
+    options = service.config.server
+    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    model = service.model_name(fields.text("model"))
+    stream = read_stream(fields, service)
+    sampling = read_sampling(fields, engine.default_sampling, **_decided(fields, engine.default_sampling))
+    messages = read_messages(fields, options.max_messages)
+    template = template_options(fields, service)
+    more = request_options(fields)
+    ids = cut_prompt(fields, await engine.encode_chat(messages, **template), engine.max_model_len)
+    role = options.response_role if template["add_generation_prompt"] else str(messages[-1].get("role"))
+    shape = Shape(
+        role=role,
+        echo=_echo(fields, messages, role),
+        prompt_ids=ids,
+        n=sampling.n,
+        logprobs=sampling.logprobs is not None,
+        token_ids=fields.flag("return_token_ids"),
+        ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
+    )
+    request_id = "chatcmpl-" + name_of(request, fields)
+    writer = ChatWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
+    outputs = engine.generate(
+        ids, sampling, request_id=request_id, stream_interval=fields.integer("stream_interval"), **more
+    )
+    return Generation([outputs], sampling.n, writer, stream=stream.stream)
+
+
+def name_of(request: Request, fields: Fields) -> str:
+    """The id of a request: the header's, else the body's, else a new one."""
+    name = request.headers.get("x-request-id") or fields.text("request_id")
+    return name[:256] if name else uuid.uuid4().hex
+
+
+def read_messages(fields: Fields, most: int) -> list[dict[str, Any]]:
+    """The conversation, as far as its shape goes; what is in a message is checked with the template."""
+    messages = fields.items("messages", dict, "a list of messages")
+    if not messages:
+        fields.refuse("messages", "at least one message is needed.")
+    if len(messages) > most:
+        raise TooLarge(f"messages has {len(messages)} entries; at most {most} are allowed.", param="messages")
+    return messages
+
+
+def template_options(fields: Fields, service: Service, *, generation: bool = True) -> dict[str, Any]:
+    """What goes to the chat template beside the messages. Raises: RequestError: tools, or an untrusted template."""
+    trusted = service.config.server.trust_request_chat_template
+    if fields.given("chat_template") and not trusted:
+        fields.refuse("chat_template", "the server must be started with --trust-request-chat-template to accept one.")
+    kwargs = fields.mapping("chat_template_kwargs") or {}
+    for name in ("chat_template", "tokenize"):
+        if name in kwargs:
+            raise RequestError(f"chat_template_kwargs must not contain {name!r}.", param=f"chat_template_kwargs.{name}")
+    effort = fields.choice("reasoning_effort", _EFFORTS)
+    if effort is not None:
+        kwargs = {"reasoning_effort": effort, **kwargs}
+    keep_open = fields.flag("continue_final_message")
+    if keep_open and fields.raw("add_generation_prompt"):
+        fields.refuse("continue_final_message", "contradicts add_generation_prompt: true.")
+    _refuse_tools(fields)
+    return {
+        "documents": fields.items("documents", dict, "a list of objects"),
+        "add_generation_prompt": fields.flag("add_generation_prompt", generation and not keep_open),
+        "continue_final_message": keep_open,
+        "chat_template": fields.text("chat_template"),
+        "chat_template_kwargs": {**service.config.server.default_chat_template_kwargs, **kwargs},
+        "add_special_tokens": fields.flag("add_special_tokens"),
+    }
+
+
+def _refuse_tools(fields: Fields) -> None:
+    """Tools that could be called are refused; tools that must not be called are left out of the prompt."""
+    tools = fields.items("tools", dict, "a list of tools") or []
+    choice = fields.raw("tool_choice")
+    if choice is not None and choice not in ("none", "auto", "required") and not isinstance(choice, dict):
+        raise fields.wrong("tool_choice", "none, auto, required, or an object that names a function")
+    if choice == "required" or isinstance(choice, dict):
+        fields.refuse("tool_choice", "forced tool calls are not supported yet." if tools else "there are no tools.")
+    if tools and choice != "none":
+        fields.refuse("tools", "tool calls are not supported yet; with tool_choice 'none' the tools are ignored.")
+
+
+def _decided(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    most = fields.integer("max_completion_tokens", fields.integer("max_tokens", defaults.get("max_tokens")))
+    if most is not None and most < 1:
+        name = "max_completion_tokens" if fields.given("max_completion_tokens") else "max_tokens"
+        fields.refuse(name, f"must be at least 1, got {most}.")
+    top = fields.integer("top_logprobs", 0)
+    asked = fields.flag("logprobs")
+    if top and not asked:
+        fields.refuse("top_logprobs", "needs logprobs: true.")
+    if top < -1:
+        fields.refuse("top_logprobs", f"must be -1 or more, got {top}.")
+    return {"max_tokens": most, "logprobs": top if asked else None}
+
+
+def _echo(fields: Fields, messages: Sequence[Mapping[str, Any]], role: str) -> str:
+    if not fields.flag("echo") or messages[-1].get("role") != role:
+        return ""
+    content = messages[-1].get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+class ChatWriter:
+    """Writes the answers of one request, as events or as one object."""
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Any, shape: Shape, stream: StreamOptions, details: bool
+    ) -> None:
+        self._identity = {"id": request_id, "created": int(time.time()), "model": model}
+        self._tokenizer = tokenizer
+        self._shape = shape
+        self._stream = stream
+        self._tally = Tally([len(shape.prompt_ids)], details=details)
+        head = orjson.dumps({"object": "chat.completion.chunk", **self._identity})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._choices: dict[int, list[Output]] = {}
+        self._started: set[int] = set()
+
+    # ---- stream
+
+    def events(self, output: Output) -> bytes:
+        """Role chunk (once per choice), then text, then the finish reason; b"" when nothing is new."""
+        self._tally.count(output, self._shape.n)
+        parts = []
+        if output.index not in self._started:
+            self._started.add(output.index)
+            parts.append(self._first(output))
+        if output.text or output.finished or output.logprobs or (self._shape.token_ids and output.token_ids):
+            parts.append(self._delta(output))
+        return b"".join(parts)
+
+    def last_events(self) -> bytes:
+        """The usage chunk, if asked for."""
+        if not self._stream.include_usage:
+            return b""
+        return self._head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n"
+
+    def _first(self, output: Output) -> bytes:
+        delta = orjson.dumps({"role": self._shape.role, "content": ""})
+        usage = b""
+        if self._stream.continuous:
+            usage = self._tally.so_far(_nothing_yet(output))
+        if self._shape.token_ids:
+            usage += b',"prompt_token_ids":' + orjson.dumps(list(self._shape.prompt_ids))
+        first = self._chunk(output.index, delta, b'"logprobs":null,"finish_reason":null', usage)
+        if self._shape.echo:
+            delta = b'{"content":' + orjson.dumps(self._shape.echo) + b"}"
+            first += self._chunk(output.index, delta, b'"logprobs":null,"finish_reason":null', b"")
+        return first
+
+    def _delta(self, output: Output) -> bytes:
+        delta = b'{"content":' + orjson.dumps(output.text) + b"}" if output.text or not output.finished else b"{}"
+        logprobs = self._logprobs([output])
+        tail = b'"logprobs":' + (orjson.dumps(logprobs) if logprobs else b"null") + b',"finish_reason":'
+        tail += b'"%b"' % output.finish_reason.value.encode() if output.finished else b"null"
+        if output.finished:
+            tail += b',"stop_reason":' + orjson.dumps(output.stop_reason)
+        if self._shape.token_ids:
+            tail += b',"token_ids":' + orjson.dumps(list(output.token_ids))
+        usage = self._tally.so_far(output.usage) if self._stream.continuous else b""
+        return self._chunk(output.index, delta, tail, usage)
+
+    def _chunk(self, index: int, delta: bytes, tail: bytes, usage: bytes) -> bytes:
+        return b'%b{"index":%d,"delta":%b,%b}]%b}\n\n' % (self._head, index, delta, tail, usage)
+
+    # ---- one object
+
+    def add(self, output: Output) -> None:
+        """Keep an output for `body`."""
+        self._tally.count(output, self._shape.n)
+        self._choices.setdefault(output.index, []).append(output)
+
+    def body(self) -> bytes:
+        """The `chat.completion` object."""
+        first = next((o.prompt_logprobs for o in self._choices[0] if o.prompt_logprobs is not None), None)
+        answer = {
+            "object": "chat.completion",
+            **self._identity,
+            "choices": [self._choice(index, outputs) for index, outputs in sorted(self._choices.items())],
+            "usage": {"prompt_tokens_details": None, **self._tally.total()},
+            "service_tier": None,
+            "system_fingerprint": None,
+            "prompt_logprobs": prompt_logprobs(first),
+            "prompt_token_ids": list(self._shape.prompt_ids) if self._shape.token_ids else None,
+        }
+        return orjson.dumps(answer)
+
+    def _choice(self, index: int, outputs: list[Output]) -> dict[str, Any]:
+        message = {
+            "role": self._shape.role,
+            "content": self._shape.echo + "".join(output.text for output in outputs),
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": None,
+        }
+        ids = [token for output in outputs for token in output.token_ids]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(outputs),
+            "finish_reason": outputs[-1].finish_reason.value,
+            "stop_reason": outputs[-1].stop_reason,
+            "token_ids": ids if self._shape.token_ids else None,
+        }
+
+    def _logprobs(self, outputs: Sequence[Output]) -> dict[str, Any] | None:
+        if not self._shape.logprobs:
+            return None
+        return chat_logprobs(outputs, self._tokenizer, ids_as_text=self._shape.ids_as_text)
+
+
+def _nothing_yet(output: Output) -> Usage:
+    return evolve(output.usage, completion_tokens=0)

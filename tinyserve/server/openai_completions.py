@@ -1,0 +1,229 @@
+"""POST /v1/completions: one or several raw prompts (texts or token ids) continued.
+
+A request with p prompts and n answers each has p * n choices; choice index = prompt index * n + answer index. With
+`echo` each choice begins with its prompt, and the prompt's logprobs come with it.
+
+Before: fields.py, sampling.py, logprobs.py.  After: sse.py (sends it), engine/engine.py (makes the outputs).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from attrs import frozen
+from starlette.requests import Request
+
+from ..errors import ContextLengthExceeded, RequestError
+from ..request import Output
+from .face import EngineFace, Service
+from .fields import Fields, read_json
+from .logprobs import TextLogprobs, joined, prompt_logprobs
+from .openai_chat import name_of
+from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
+from .sse import Generation, Tally
+
+MAX_PROMPTS = 1024
+DEFAULT_MAX_TOKENS = 16
+
+
+@frozen
+class Prompt:
+    """One prompt. text: as sent, or decoded when only ids were sent."""
+
+    text: str
+    ids: Sequence[int]
+
+
+@frozen(kw_only=True)
+class Shape:
+    """How the choices are written; see ChatWriter's. logprobs: whether they were asked for. n: answers per prompt."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    echo: bool
+    logprobs: bool
+    prompt_logprobs: bool
+    token_ids: bool
+    ids_as_text: bool
+
+
+async def completions(request: Request, service: Service) -> Generation:
+    """Answer one request. Raises: RequestError, Overloaded, EngineDead; all before the first byte."""
+    engine = service.ready()
+    options = service.config.server
+    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    model = service.model_name(fields.text("model"))
+    if fields.raw("suffix"):
+        fields.refuse("suffix", "this model cannot fill in between two texts.")
+    stream = read_stream(fields, service)
+    echo = fields.flag("echo")
+    sampling = read_sampling(fields, engine.default_sampling, **_decided(fields, echo))
+    more = request_options(fields)
+    prompts = [await _encoded(engine, fields, prompt) for prompt in read_prompts(fields)]
+    shape = Shape(
+        prompts=prompts,
+        n=sampling.n,
+        echo=echo,
+        logprobs=sampling.logprobs is not None,
+        prompt_logprobs=fields.given("prompt_logprobs"),
+        token_ids=fields.flag("return_token_ids"),
+        ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
+    )
+    request_id = "cmpl-" + name_of(request, fields)
+    writer = CompletionWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
+    more["stream_interval"] = fields.integer("stream_interval")
+    sources = [
+        engine.generate(prompt.ids, sampling, request_id=f"{request_id}-{number}", **more)
+        for number, prompt in enumerate(prompts)
+    ]
+    return Generation(sources, sampling.n, writer, stream=stream.stream)
+
+
+def read_prompts(fields: Fields) -> list[str | list[int]]:
+    """The prompt field in any of its four forms, as a list of texts or a list of id lists."""
+    prompt = fields.raw("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise fields.wrong("prompt", "a text, a list of texts, a list of token ids, or a list of such lists; not empty")
+    if all(type(token) is int for token in prompt):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        fields.refuse("prompt", f"holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed.")
+    if all(isinstance(text, str) for text in prompt):
+        return prompt
+    if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in prompt):
+        return prompt
+    raise fields.wrong("prompt", "only texts, or only lists of token ids, none of them empty")
+
+
+async def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) -> Prompt:
+    """Ids and text of one prompt, cut if asked. All prompts are checked before any of them runs."""
+    if isinstance(prompt, str):
+        ids = await engine.tokenize(prompt, add_special_tokens=fields.flag("add_special_tokens", True))
+    else:
+        ids = prompt
+        if min(ids) < 0:
+            fields.refuse("prompt", f"token ids must not be negative, got {min(ids)}.")
+    ids = cut_prompt(fields, ids, engine.max_model_len)
+    if not ids:
+        raise RequestError("The prompt is empty: at least one token is needed.", param="prompt")
+    if len(ids) >= engine.max_model_len:
+        raise ContextLengthExceeded(len(ids), engine.max_model_len)
+    if isinstance(prompt, str) and not fields.given("truncate_prompt_tokens"):
+        return Prompt(prompt, ids)
+    return Prompt(engine.tokenizer.decode(ids, skip_special_tokens=False) if fields.flag("echo") else "", ids)
+
+
+def _decided(fields: Fields, echo: bool) -> dict[str, Any]:
+    most = fields.integer("max_tokens", DEFAULT_MAX_TOKENS)
+    if most < 0:
+        fields.refuse("max_tokens", f"must not be negative, got {most}.")
+    logprobs = fields.integer("logprobs")
+    decided: dict[str, Any] = {"max_tokens": most, "logprobs": logprobs}
+    if echo and logprobs is not None and not fields.given("prompt_logprobs"):
+        decided["prompt_logprobs"] = logprobs
+    return decided
+
+
+class CompletionWriter:
+    """Writes the choices of one request, as events or as one object."""
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Any, shape: Shape, stream: StreamOptions, details: bool
+    ) -> None:
+        self._identity = {
+            "id": request_id, "object": "text_completion", "created": int(time.time()), "model": model
+        }  # fmt: skip
+        self._tokenizer = tokenizer
+        self._shape = shape
+        self._stream = stream
+        self._tally = Tally([len(prompt.ids) for prompt in shape.prompts], details=details)
+        self._head = b"data: " + orjson.dumps(self._identity)[:-1] + b',"choices":['
+        self._choices: dict[int, list[Output]] = {}
+        self._logprobs: dict[int, TextLogprobs] = {}
+        self._started: set[int] = set()
+
+    def _prompt(self, index: int) -> Prompt:
+        return self._shape.prompts[index // self._shape.n]
+
+    def _written(self, output: Output, *, first: bool) -> tuple[str, dict[str, Any] | None]:
+        """Text and logprobs of an output; the first of a choice has the echoed prompt in front."""
+        shape = self._shape
+        prompt = self._prompt(output.index)
+        text = (prompt.text if first and shape.echo else "") + output.text
+        if not shape.logprobs:
+            return text, None
+        if output.index not in self._logprobs:
+            self._logprobs[output.index] = TextLogprobs(self._tokenizer, ids_as_text=shape.ids_as_text)
+        writer = self._logprobs[output.index]
+        pieces = []
+        if output.prompt_logprobs is not None and shape.echo:
+            pieces.append(writer.piece(prompt.ids, output.prompt_logprobs))
+        pieces.append(writer.piece(output.token_ids, output.logprobs or ()))
+        return text, joined(pieces)
+
+    # ---- stream
+
+    def events(self, output: Output) -> bytes:
+        """One chunk, or b"" when nothing is new (a prompt computed in several steps, half a character)."""
+        self._tally.count(output, self._shape.n)
+        first = output.index not in self._started
+        self._started.add(output.index)
+        text, logprobs = self._written(output, first=first)
+        ids = self._shape.token_ids and output.token_ids
+        if not (text or output.finished or ids or (logprobs and logprobs["tokens"])):
+            return b""
+        tail = b'"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":'
+        tail += b'"%b"' % output.finish_reason.value.encode() if output.finished else b"null"
+        if output.finished:
+            tail += b',"stop_reason":' + orjson.dumps(output.stop_reason)
+        if self._shape.token_ids:
+            tail += b',"token_ids":' + orjson.dumps(list(output.token_ids))
+            if first:
+                tail += b',"prompt_token_ids":' + orjson.dumps(list(self._prompt(output.index).ids))
+        usage = self._tally.so_far(output.usage) if self._stream.continuous else b""
+        return b'%b{"index":%d,"text":%b,%b}]%b}\n\n' % (self._head, output.index, orjson.dumps(text), tail, usage)
+
+    def last_events(self) -> bytes:
+        """The usage chunk, if asked for."""
+        if not self._stream.include_usage:
+            return b""
+        return self._head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n"
+
+    # ---- one object
+
+    def add(self, output: Output) -> None:
+        """Keep an output for `body`."""
+        self._tally.count(output, self._shape.n)
+        self._choices.setdefault(output.index, []).append(output)
+
+    def body(self) -> bytes:
+        """The `text_completion` object."""
+        answer = {
+            **self._identity,
+            "choices": [self._choice(index, outputs) for index, outputs in sorted(self._choices.items())],
+            "usage": {"prompt_tokens_details": None, **self._tally.total()},
+            "service_tier": None,
+            "system_fingerprint": None,
+        }
+        return orjson.dumps(answer)
+
+    def _choice(self, index: int, outputs: list[Output]) -> dict[str, Any]:
+        written = [self._written(output, first=number == 0) for number, output in enumerate(outputs)]
+        shape, last = self._shape, outputs[-1]
+        of_prompt = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
+        ids = [token for output in outputs for token in output.token_ids]
+        return {
+            "index": index,
+            "text": "".join(text for text, _ in written),
+            "logprobs": joined([logprobs for _, logprobs in written if logprobs]) if shape.logprobs else None,
+            "finish_reason": last.finish_reason.value,
+            "stop_reason": last.stop_reason,
+            "token_ids": ids if shape.token_ids else None,
+            "prompt_token_ids": list(self._prompt(index).ids) if shape.token_ids else None,
+            "prompt_logprobs": prompt_logprobs(of_prompt) if shape.prompt_logprobs else None,
+        }

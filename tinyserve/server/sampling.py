@@ -1,0 +1,139 @@
+"""The fields that chat and completions share: sampling parameters, stream options, and what is refused.
+
+A field that would change the answer is honoured or refused by name; a field that nobody knows is ignored, because
+official clients send new ones before servers know them. Where a value comes from: the request, else the server's
+defaults (the model's generation_config), else neutral. Ranges are checked in request.py, by SamplingParams itself.
+
+Before: fields.py.  After: openai_chat.py, openai_completions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from ..request import SamplingParams
+from .face import Service
+from .fields import Fields
+
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "n", "seed", "min_tokens", "prompt_logprobs",
+)  # fmt: skip
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
+_LATER = "tinyserve does not support this field yet."
+# Fields that change the answer, and the values of them that mean "off".
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "watermarking": (False,), "structured_outputs": ({},),
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "repetition_detection": (),
+    "thinking_token_budget": (-1,), "logprob_token_ids": ([],), "prompt_embeds": ([],), "logits_processors": ([],),
+    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "functions": ([],), "modalities": (["text"], []),
+}  # fmt: skip
+
+
+@frozen(kw_only=True)
+class StreamOptions:
+    """How an answer is sent. continuous: usage in every chunk."""
+
+    stream: bool = False
+    include_usage: bool = False
+    continuous: bool = False
+
+
+def read_sampling(fields: Fields, defaults: Mapping[str, Any], **decided: Any) -> SamplingParams:
+    """Build the sampling parameters of a request.
+
+    Args:
+        defaults: the server's sampling defaults by field name.
+        decided: fields that each protocol reads in its own way (max_tokens, logprobs ...); they win.
+    Raises: RequestError: with `param` set to the field at fault.
+    """
+    for name, harmless in _REFUSED.items():
+        if fields.given(name) and not any(_same(fields.raw(name), value) for value in harmless):
+            fields.refuse(name, _LATER)
+    _refuse_formats(fields)
+    values: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
+    values |= {name: fields.raw(name) for name in _NUMBERS if fields.given(name)}
+    values |= {name: fields.flag(name) for name in _FLAGS if fields.given(name)}
+    if values.get("seed") == -1:
+        del values["seed"]
+    values |= _lists(fields)
+    if fields.given("logit_bias"):
+        values["logit_bias"] = fields.mapping("logit_bias")
+    values |= decided
+    if fields.given("stop_token_ids") and "stop_token_ids" in defaults:
+        values["stop_token_ids"] = [*defaults["stop_token_ids"], *values["stop_token_ids"]]
+    return SamplingParams(**values)
+
+
+def _same(value: Any, harmless: Any) -> bool:
+    return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
+
+
+def _lists(fields: Fields) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in ("stop", "bad_words"):
+        if isinstance(fields.raw(name), str):
+            values[name] = fields.raw(name)
+        elif fields.given(name):
+            values[name] = fields.items(name, str, "a string or a list of strings")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if fields.given(name):
+            values[name] = fields.items(name, int, "a list of token ids")
+    return values
+
+
+def _refuse_formats(fields: Fields) -> None:
+    wanted = fields.inner("response_format")
+    if wanted is None:
+        return
+    kind = wanted.choice("type", ("text", "json_object", "json_schema", "structural_tag"))
+    if kind is None:
+        wanted.refuse("type", "a response_format needs a type.")
+    if kind != "text":
+        fields.refuse("response_format", f"type {kind!r} is not supported yet; only 'text' is.")
+
+
+def read_stream(fields: Fields, service: Service) -> StreamOptions:
+    """Whether and how to stream. Raises: RequestError: stream_options without stream."""
+    stream = fields.flag("stream")
+    options = fields.inner("stream_options")
+    if options is not None and not stream:
+        fields.refuse("stream_options", "allowed only together with stream: true.")
+    if stream and fields.raw("prompt_logprobs"):
+        fields.refuse("prompt_logprobs", "not available when streaming.")
+    force = service.config.server.enable_force_include_usage
+    include = force or (options is not None and options.flag("include_usage"))
+    continuous = force or (include and options is not None and options.flag("continuous_usage_stats"))
+    return StreamOptions(stream=stream, include_usage=include, continuous=continuous)
+
+
+def cut_prompt(fields: Fields, ids: list[int], max_model_len: int) -> list[int]:
+    """Apply truncate_prompt_tokens: -1 fits the context and leaves one token for the answer.
+
+    truncation_side "left" drops the beginning (the default), "right" the end.
+    """
+    keep = fields.integer("truncate_prompt_tokens")
+    side = fields.choice("truncation_side", ("left", "right"), "left")
+    if keep is None:
+        return ids
+    if keep < -1 or keep > max_model_len:
+        fields.refuse("truncate_prompt_tokens", f"must be -1, or 0 to the context of {max_model_len}, got {keep}.")
+    keep = max_model_len - 1 if keep == -1 else keep
+    if len(ids) <= keep:
+        return ids
+    return ids[:keep] if side == "right" else ids[len(ids) - keep :]
+
+
+def request_options(fields: Fields) -> dict[str, Any]:
+    """What else goes with a request to the engine."""
+    options: dict[str, Any] = {"priority": fields.integer("priority", 0)}
+    salt = fields.text("cache_salt")
+    if salt is not None:
+        if not salt or len(salt) > 128 or set(salt) & set("@/\\\0"):
+            fields.refuse("cache_salt", "must have 1 to 128 characters, none of @ / \\ or NUL.")
+        options["cache_salt"] = salt
+    return options

@@ -1,0 +1,135 @@
+"""The app behind a socket: bound before the model loads, closed after the last answer.
+
+    open_socket -> Server.start (answers 503) -> service.engine = ... (answers) -> SIGTERM -> drain -> abort -> closed
+
+Hypercorn runs inside the engine's event loop. On the first signal no new request is taken, running ones get
+`--shutdown-timeout` seconds to end, then they are aborted and their streams end properly.
+
+Before: app.py.  After: cli/serve.py (the command), notebooks that start a server in a cell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+from hypercorn.asyncio import serve as hypercorn_serve
+from hypercorn.config import Config
+
+from ..config import ServerOptions
+from ..errors import ConfigError
+from .app import create_app
+from .face import Service
+
+HEADER_BYTES = 4 * 1024**2  # what is read before giving up; app.py refuses much less, with a body that says so
+KEEP_ALIVE = 5.0  # seconds
+LAST_WORDS = 2.0  # seconds for aborted answers to leave, and for connections to close
+
+
+def open_socket(options: ServerOptions) -> socket.socket:
+    """Bind the address. Raises: ConfigError: it is in use or not ours."""
+    if options.uds:
+        return _unix_socket(options.uds)
+    try:
+        found = socket.getaddrinfo(options.host or None, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}.") from None
+    return bound
+
+
+def _unix_socket(path: str) -> socket.socket:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if Path(path).is_socket():
+                os.unlink(path)  # left by a server that was killed
+        bound.bind(path)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}.") from None
+    return bound
+
+
+def address_of(bound: socket.socket, options: ServerOptions) -> str:
+    """The URL, or the path of a unix socket, that clients use."""
+    if options.uds:
+        return f"unix:{options.uds}"
+    host, port = bound.getsockname()[:2]
+    host = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if options.ssl_certfile else 'http'}://{shown}:{port}"
+
+
+class Server:
+    """A running HTTP server. Make it, `await start()`, and `await stop(...)` in the end."""
+
+    def __init__(self, service: Service, bound: socket.socket) -> None:
+        self.service = service
+        self.address = address_of(bound, service.config.server)
+        self._bound = bound
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to answer, with 503 until `service.engine` is set."""
+        config = hypercorn_config(self.service.config.server, self._bound)
+        app = create_app(self.service)
+        self._task = asyncio.create_task(
+            hypercorn_serve(app, config, shutdown_trigger=self._closing.wait, mode="asgi"), name="tinyserve-http"
+        )
+        await asyncio.sleep(0)
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Take no more requests, let running ones end for `drain_seconds`, abort the rest, close."""
+        self.service.draining = True
+        deadline = time.monotonic() + drain_seconds
+        if self.service.engine is not None:
+            await self._until_idle(deadline)
+            await self.service.engine.close(0.0)
+        await self._until_idle(time.monotonic() + LAST_WORDS)
+        self._closing.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=LAST_WORDS)
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self.service.config.server.uds:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.service.config.server.uds)
+
+    async def _until_idle(self, deadline: float) -> None:
+        while self.service.inflight and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def wait_failed(self) -> None:
+        """Return only when the HTTP server ended by itself. Raises: its error."""
+        await asyncio.shield(self._task)
+
+
+def hypercorn_config(options: ServerOptions, bound: socket.socket) -> Config:
+    """Hypercorn's settings; it takes over the socket."""
+    config = Config()
+    config.bind = [f"fd://{bound.detach()}"]
+    config.root_path = options.root_path
+    config.keep_alive_timeout = KEEP_ALIVE
+    config.graceful_timeout = LAST_WORDS
+    config.h11_max_incomplete_size = HEADER_BYTES
+    config.include_server_header = False
+    config.accesslog = config.errorlog = None
+    if options.ssl_certfile:
+        config.certfile, config.keyfile = options.ssl_certfile, options.ssl_keyfile
+        config.ca_certs = options.ssl_ca_certs
+        if options.ssl_ca_certs:
+            import ssl
+
+            config.verify_mode = ssl.CERT_REQUIRED
+        if options.ssl_ciphers:
+            config.ciphers = options.ssl_ciphers
+    return config

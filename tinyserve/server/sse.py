@@ -1,0 +1,179 @@
+"""One generation on the wire: a JSON answer or server-sent events, and an end when the client goes away.
+
+The HTTP status is sent with the first output, not before, so that whatever can go wrong until then is an HTTP error.
+After it, an error is an event of its own, and the stream still ends with [DONE]. While the answer is being made,
+`receive` is watched: when the client is gone, the generator is closed, and that aborts the request in the engine,
+running or waiting.
+
+Before: face.py, errors.py.  After: openai_chat.py and openai_completions.py (which write the events).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import anyio
+import orjson
+from attrs import evolve
+
+from ..request import Output, Usage
+from .errors import describe
+
+DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the events
+]
+
+
+class Writer(Protocol):
+    """A protocol's way to write one request's answers."""
+
+    def events(self, output: Output) -> bytes:
+        """The events that an output becomes; b"" for none."""
+        ...
+
+    def last_events(self) -> bytes:
+        """Events after all answers ended, before [DONE]."""
+        ...
+
+    def add(self, output: Output) -> None:
+        """Keep an output for `body`."""
+        ...
+
+    def body(self) -> bytes:
+        """The whole JSON answer."""
+        ...
+
+
+class Generation:
+    """An ASGI response that drives one or several generators of outputs.
+
+    Args:
+        sources: one generator per prompt; the outputs of source i get index i * n + their own.
+        n: answers per prompt.
+    """
+
+    def __init__(self, sources: Sequence[AsyncIterator[Output]], n: int, writer: Writer, *, stream: bool) -> None:
+        self._sources = sources
+        self._n = n
+        self._writer = writer
+        self._stream = stream
+        self._started = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
+            try:
+                await self._answer(send)
+            except Exception as error:
+                await self._fail(error, scope, receive, send)
+            tasks.cancel_scope.cancel()
+
+    async def _answer(self, send: Any) -> None:
+        outputs = self._sources[0] if len(self._sources) == 1 else _merged(self._sources, self._n)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                if not self._stream:
+                    self._writer.add(output)
+                elif events := self._writer.events(output):
+                    await self._send(send, events)
+        if self._stream:
+            await self._send(send, self._writer.last_events() + DONE, more=False)
+        else:
+            body = self._writer.body()
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    async def _send(self, send: Any, data: bytes, *, more: bool = True) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _fail(self, error: Exception, scope: Any, receive: Any, send: Any) -> None:
+        failure = describe(error)
+        if self._started:
+            await self._send(send, b"data: " + failure.body() + b"\n\n" + DONE, more=False)
+        else:
+            await failure.response()(scope, receive, send)
+
+
+async def _cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _merged(sources: Sequence[AsyncIterator[Output]], n: int) -> AsyncIterator[Output]:
+    """The outputs of all sources as they come. When one fails, or the reader stops, all are closed."""
+    sender, receiver = anyio.create_memory_object_stream[Any](0)
+
+    async def pump(number: int, source: AsyncIterator[Output], out: Any) -> None:
+        async with out, aclosing(source):
+            try:
+                async for output in source:
+                    await out.send((number, output))
+            except Exception as error:  # handed to the reader as it is, not wrapped in a group
+                await out.send((number, error))
+
+    async with anyio.create_task_group() as tasks:
+        for number, source in enumerate(sources):
+            tasks.start_soon(pump, number, source, sender.clone())
+        sender.close()
+        async with receiver:
+            async for number, item in receiver:
+                if isinstance(item, Exception):
+                    tasks.cancel_scope.cancel()
+                    failure = item
+                    break
+                yield _at(item, number * n + item.index)
+            else:
+                return
+    raise failure
+
+
+def _at(output: Output, index: int) -> Output:
+    return output if output.index == index else evolve(output, index=index)
+
+
+class Tally:
+    """Adds up the usage of a request: each prompt counted once, whatever n.
+
+    Args: prompts: prompt tokens of each prompt.   details: whether cached tokens are reported.
+    """
+
+    def __init__(self, prompts: Sequence[int], *, details: bool) -> None:
+        self._prompts = prompts
+        self._details = details
+        self._completion: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+
+    def count(self, output: Output, n: int) -> None:
+        """Note the newest counts of an answer."""
+        self._completion[output.index] = output.usage.completion_tokens
+        prompt = output.index // n
+        self._cached[prompt] = max(self._cached.get(prompt, 0), output.usage.cached_tokens)
+
+    def total(self) -> dict[str, Any]:
+        """Usage of the whole request."""
+        return self._usage(sum(self._prompts), sum(self._completion.values()), sum(self._cached.values()))
+
+    def so_far(self, usage: Usage) -> bytes:
+        """The usage of one answer, as a JSON member to append to a chunk."""
+        found = self._usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        return b',"usage":' + orjson.dumps(found)
+
+    def _usage(self, prompt: int, completion: int, cached: int) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion
+        }  # fmt: skip
+        if self._details:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage

@@ -1,0 +1,55 @@
+"""POST /tokenize and /detokenize: what the engine would make of a text or a conversation, without running it.
+
+Before: fields.py, openai_chat.py (how messages are read).  After: app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .face import Service
+from .fields import read_json
+from .logprobs import token_bytes
+from .openai_chat import read_messages, template_options
+
+
+async def tokenize(request: Request, service: Service) -> Response:
+    """Ids of `prompt`, or of `messages` as the chat route would render them; equal to what those routes use."""
+    engine = service.ready()
+    options = service.config.server
+    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    service.model_name(fields.text("model"))
+    if fields.given("messages"):
+        messages = read_messages(fields, options.max_messages)
+        ids = await engine.encode_chat(messages, **template_options(fields, service))
+    else:
+        prompt = fields.text("prompt")
+        if prompt is None:
+            fields.refuse("prompt", "a prompt or messages are needed.")
+        ids = await engine.tokenize(prompt, add_special_tokens=fields.flag("add_special_tokens", True))
+    names = None
+    if fields.flag("return_token_strs"):
+        names = [token_bytes(engine.tokenizer, token).decode("utf-8", "replace") for token in ids]
+    answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": list(ids), "token_strs": names}
+    return Response(orjson.dumps(answer), media_type="application/json")
+
+
+async def detokenize(request: Request, service: Service) -> Response:
+    """The text of `tokens`, special tokens included."""
+    engine = service.ready()
+    options = service.config.server
+    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    service.model_name(fields.text("model"))
+    ids = fields.items("tokens", int, "a list of token ids")
+    if ids is None:
+        fields.refuse("tokens", "a list of token ids is needed.")
+    size = engine.tokenizer.vocab_size
+    wrong = next((token for token in ids if not 0 <= token < size), None)
+    if wrong is not None:
+        fields.refuse("tokens", f"token id {wrong} is outside the vocabulary of {size} tokens.")
+    text = await asyncio.to_thread(engine.tokenizer.decode, ids, skip_special_tokens=False)
+    return Response(orjson.dumps({"prompt": text}), media_type="application/json")
