@@ -81,6 +81,15 @@ def test_the_reference_at_a_real_size():
     check(logits, [*SETTINGS[:-1], (1.0, 20000, 0.999, 0.0)], threshold)
 
 
+@pytest.mark.parametrize("values", [(0.0,), (0.0, 1.0), (3e38, -3e38), (1e-45, 3e-45, 0.0)])
+def test_the_reference_ends_on_many_equal_candidates(values):
+    """Breaks by hanging if halving the range of values makes no progress, e.g. 3e38 - -3e38 = inf."""
+    logits = torch.tensor(values).repeat(5000)[None]
+
+    check(logits, [(1.0, 0, 0.3, 0.0)], threshold)
+    check(logits, [(1.0, 4999, 0.3, 0.0)], threshold)
+
+
 @pytest.mark.parametrize("top_p, count", [(0.05, 1), (0.5, 5), (0.41, 5), (0.9, 9), (0.99, 10)])
 def test_top_p_cuts_equal_logits_at_the_smallest_set(device, top_p, count):
     """Ten tokens with 0.1 each: 0.5 is reached by five, and by the five lowest ids."""

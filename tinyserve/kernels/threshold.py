@@ -26,7 +26,9 @@ import triton.language as tl
 
 from .launch import check_rows, choose, next_power_of_2, use_kernel
 
-SMALL_K = 1024  # up to here torch.topk beats kthvalue on the CPU (V 49152: 0.6 ms against 0.9 ms)
+# Of the reference, at V 49152 on one core: topk takes 0.1 ms up to here, kthvalue 0.1 to 0.5 ms for any k.
+SMALL_K = 128
+SORT_AT_MOST = 1024  # ten halvings cost 0.2 ms; sorting 20000 candidates costs 1.5 ms
 INF = float("inf")
 
 
@@ -63,32 +65,50 @@ def _drop(temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
 
 def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
     if k <= SMALL_K:
-        return values.topk(k, sorted=True).values[-1]
+        return values.topk(k).values[-1]
     return values.kthvalue(len(values) - k + 1).values
 
 
 def _nucleus(
     values: torch.Tensor, bound: torch.Tensor, top: torch.Tensor, p: float, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """The smallest logit of the nucleus, and the last id among its equals. Sorts candidates only.
-
-    Tokens that together weigh less than 1 - p are never needed, so nobody below (1 - p) / V of the mass is a candidate.
-    """
+    """The smallest logit of the nucleus, and the last id among its equals. Sorts a few candidates only."""
     V = len(values)
-    if bound > -INF:
-        ids = (values >= bound).nonzero()[:, 0]
-        weights = ((values[ids] - top) * scale).exp_()
-        total = weights.sum()
-    else:
-        weights = ((values - top) * scale).exp_()
-        total = weights.sum()
-        ids = (weights > total * ((1 - p) / V * 0.5)).nonzero()[:, 0]  # half: a margin for rounding
-        weights = weights[ids]
-    ranked, order = values[ids].sort(descending=True, stable=True)
-    count = int((weights[order].cumsum(0) < p * total).sum())
+    ids = (values >= bound).nonzero()[:, 0] if bound > -INF else torch.arange(V, device=values.device)
+    values = values[ids] if len(ids) < V else values
+    weights = ((values - top) * scale).exp_()
+    low, high, missing = _bracket(values, weights, torch.maximum(bound, values.min()), p, top, scale)
+    inside = ((values >= low) & (values < high)).nonzero()[:, 0]
+    if len(inside) == 0:  # p is 1 but for rounding: nothing more to drop
+        return low, V - 1
+    ranked, order = values[inside].sort(descending=True, stable=True)
+    count = int((weights[inside[order]].cumsum(0) < missing).sum())
     count = min(count, len(ranked) - 1)
     cuts_a_tie = count + 1 < len(ranked) and bool(ranked[count + 1] == ranked[count])
-    return ranked[count], ids[order[count]] if cuts_a_tie else V - 1
+    return ranked[count], ids[inside[order[count]]] if cuts_a_tie else V - 1
+
+
+def _bracket(
+    values: torch.Tensor, weights: torch.Tensor, low: torch.Tensor, p: float, top: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """low <= the border of the nucleus < high, and the mass still missing below high. Ten cheap halvings, if many.
+
+    Tokens that together weigh less than 1 - p are never needed, so the border is not below (1 - p) / V of the mass.
+    """
+    total = weights.sum()
+    high, missing = torch.full_like(top, INF), p * total
+    if len(values) <= SORT_AT_MOST:
+        return low, high, missing
+    least = top + (total * ((1 - p) / len(values) * 0.5)).log() / scale  # half: a margin for rounding
+    low, end = torch.maximum(low, least), top
+    for _ in range(10):
+        middle = low + (end - low) / 2
+        mass = torch.dot(weights, (values >= middle).float())
+        if mass >= p * total:
+            low = middle
+        else:
+            high, end, missing = middle, middle, p * total - mass
+    return low, high, missing
 
 
 @triton.jit
