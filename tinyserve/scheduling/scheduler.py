@@ -8,7 +8,7 @@ gave for a sequence that ended meanwhile is dropped there, and nowhere else.
     plan ->  [ decode  decode  chunk of a long prompt ......  |  new prompt ...... ]    max_num_batched_tokens
                running, in order                                 waiting, until one does not fit
 
-Before: sequence.py, queue.py, budget.py, preempt.py, kv/cache.py.  After: engine/engine.py (the loop), runner/runner.py.
+Before: sequence.py, queue.py, budget.py, preempt.py, kv/cache.py.  After: engine/engine.py, runner/runner.py.
 """
 
 from __future__ import annotations
@@ -242,17 +242,19 @@ class Scheduler:
         self._cache.check_integrity()
 
     def _refuse_overload(self, prompt_tokens: int) -> None:
+        """Refuse what would wait behind too much; a request that can start in the next step does not count."""
         most, most_tokens = self._options.max_num_queued_reqs, self._options.max_num_queued_tokens
-        if most is not None and self.num_waiting >= most:
-            raise Overloaded(f"{self.num_waiting} requests wait already (--max-num-queued-reqs {most}). Retry later.")
-        queued = self._waiting.prompt_tokens
-        if most_tokens is not None and queued and queued + prompt_tokens > most_tokens:
-            raise Overloaded(f"{queued} prompt tokens wait (--max-num-queued-tokens {most_tokens}). Retry later.")
+        queued = self.num_waiting - max(0, self._options.max_num_seqs - self.num_running)
+        if most is not None and queued >= most:
+            raise Overloaded(f"{queued} requests wait already (--max-num-queued-reqs {most}). Retry later.")
+        tokens = self._waiting.prompt_tokens
+        if most_tokens is not None and tokens and tokens + prompt_tokens > most_tokens:
+            raise Overloaded(f"{tokens} prompt tokens wait (--max-num-queued-tokens {most_tokens}). Retry later.")
 
     def _continue_running(self, step: StepDraft) -> bool:
         """Give each running sequence its share; False when one was short of blocks: nobody is admitted then."""
         running, extend = self._tenants.running, self._cache.extend
-        enough, index = True, 0
+        enough, blocked, index = True, False, 0
         while index < len(running) and step.left > 0:
             seq = running[index]
             index += 1
@@ -268,12 +270,11 @@ class Scheduler:
             if extend(seq.kv, seq.tokens, seq.computed, end):
                 step.add(seq, count, drafts)
                 continue
-            made = enough and self._tenants.make_room(seq, end)
             enough = False
-            if made:
+            if not blocked and self._tenants.make_room(seq, end):
                 step.add(seq, count, drafts)
-            elif seq.state is not State.RUNNING:
-                index -= 1  # it preempted itself, and was the last
+            else:
+                blocked = True  # what it waits for is not taken from others a second time
         return enough
 
     def _admit_waiting(self, step: StepDraft) -> None:
@@ -318,10 +319,8 @@ class Scheduler:
         self._waiting.remove(seq)
         self._tenants.enter(seq)
         seq.computed = seq.scheduled = admission.cached
-        request = seq.request
-        step.opened.append(
-            SlotOpening(seq.slot, len(request.prompt_ids), tuple(seq.tokens), RowParams.of(request)),
-        )
+        prompt_len, params = len(seq.request.prompt_ids), RowParams.of(seq.request)
+        step.opened.append(SlotOpening(seq.slot, prompt_len, tuple(seq.tokens), params))
         step.add(seq, admission.count)
         return True
 
