@@ -1,4 +1,4 @@
-"""The two real models, read from GGUF and de-quantised: the tokens that transformers chooses (tests/data/ref_tokens.json).
+"""The two real models, read from GGUF and de-quantised, choose the tokens of transformers (tests/data/ref_tokens.json).
 
 Teacher forced: the reference's own tokens are fed, and the top token after each must be the reference's next one.
 """

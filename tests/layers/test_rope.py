@@ -1,0 +1,52 @@
+"""Frequencies of every kind of rotation, against transformers' formulas."""
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests import oracles
+from tinyserve.errors import UnsupportedModel
+from tinyserve.layers.rope import Rope, RopeSpec, frequencies, table
+from tinyserve.models.config import HF, rope_spec
+
+KINDS = {
+    "linear": {},
+    "llama3": oracles.LLAMA3,
+    "yarn": {"original_max_position_embeddings": 32},
+    "yarn-mscale": {"original_max_position_embeddings": 32, "mscale": 1.2, "mscale_all_dim": 0.8, "beta_fast": 20},
+    "yarn-smooth": {"original_max_position_embeddings": 32, "truncate": False, "attention_factor": 1.3},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_frequencies_equal_transformers(name):
+    """Relative difference of any frequency: 1e-6; the amplitude of yarn exactly."""
+    kind = name.split("-")[0]
+    config = oracles.llama(**oracles.rope(kind, **KINDS[name]))
+    expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    spec = rope_spec(HF(config.to_dict()), config.head_dim)
+
+    assert spec.amplitude == pytest.approx(amplitude)
+    torch.testing.assert_close(frequencies(spec), expected, rtol=1e-6, atol=0)
+
+
+def test_a_plain_table_is_cosines_then_sines():
+    rope = Rope(RopeSpec(dim=4, theta=100.0))
+    rope.allocate(3, torch.device("cpu"))
+    angles = torch.tensor([[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]])
+
+    torch.testing.assert_close(rope.cos_sin, torch.cat((angles.cos(), angles.sin()), 1))
+
+
+def test_dynamic_rotation_is_plain_inside_the_trained_length():
+    """Rows below `original` are those of the default kind, bit for bit, however long the table is."""
+    plain = table(RopeSpec(dim=8), 20)
+    dynamic = table(RopeSpec(kind="dynamic", dim=8, factor=2.0, original=10), 20)
+
+    assert torch.equal(dynamic[:10], plain[:10])
+    assert not torch.equal(dynamic[10:], plain[10:])
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(UnsupportedModel, match="spiral"):
+        table(RopeSpec(kind="spiral", dim=8), 4)

@@ -1,0 +1,32 @@
+"""The cache's tensors: their shapes, and that unequal layers can share one."""
+
+import torch
+
+from tinyserve.kv.groups import LayerKV, bytes_per_block, group_layers
+from tinyserve.kv.storage import allocate, layer_view
+
+CPU = torch.device("cpu")
+
+
+def test_one_pair_for_each_layer_of_a_group():
+    """6 layers of two kinds, 4 + 2: groups of 2 layers, so 2 pairs, whose bytes are what the planner counts."""
+    layers = [LayerKV(2, 8, window=16 if index % 3 else None) for index in range(6)]
+    groups = group_layers(layers)
+    pairs = allocate(groups, layers, 10, 4, torch.float16, CPU)
+
+    assert [tensor.shape for pair in pairs for tensor in pair] == [(10, 2, 4, 8)] * 4
+    assert all(not tensor.any() for pair in pairs for tensor in pair)
+    assert sum(tensor.nbytes for pair in pairs for tensor in pair) == 10 * bytes_per_block(groups, layers, 4, 2)
+
+
+def test_layers_of_unequal_shape_share_a_pair_by_block():
+    """A narrow layer writes the front of its blocks and nothing of the blocks of the wide one."""
+    layers = [LayerKV(1, 8), LayerKV(3, 4, window=5)]
+    ((k, _),) = allocate(group_layers(layers), layers, 4, 2, torch.float32, CPU)
+    narrow, wide = layer_view(k, layers[0]), layer_view(k, layers[1])
+    narrow[1] = 1
+    wide[2] = 2
+
+    assert (narrow.shape, wide.shape) == ((4, 1, 2, 8), (4, 3, 2, 4))
+    assert [int(block.sum()) for block in k] == [0, 16, 48, 0]
+    assert int((wide[1] == 1).sum()) == 16
