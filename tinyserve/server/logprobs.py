@@ -37,8 +37,8 @@ def token_name(tokenizer: Any, token: int, found: Logprob | None, *, ids_as_text
     return token_bytes(tokenizer, token).decode("utf-8", "replace")
 
 
-def chat_logprobs(outputs: Iterable[Output], tokenizer: Any, *, ids_as_text: bool) -> dict[str, Any]:
-    """{"content": [...]}, one entry per token of the answer, each with its alternatives, best first."""
+def chat_logprobs(outputs: Iterable[Output], tokenizer: Any, *, top: int, ids_as_text: bool) -> dict[str, Any]:
+    """{"content": [...]}, one entry per token of the answer, each with its `top` best alternatives (-1: all)."""
 
     def described(token: int, found: Logprob) -> dict[str, Any]:
         name = token_name(tokenizer, token, found, ids_as_text=ids_as_text)
@@ -47,10 +47,8 @@ def chat_logprobs(outputs: Iterable[Output], tokenizer: Any, *, ids_as_text: boo
     content = []
     for output in outputs:
         for token, entry in zip(output.token_ids, output.logprobs or (), strict=False):
-            top = sorted(entry.items(), key=lambda item: -item[1].logprob)
-            if len(entry) == 1 or (entry[token].rank or 1) > len(entry) - 1:
-                top = [item for item in top if item[0] != token]  # it is there only because it was chosen
-            content.append({**described(token, entry[token]), "top_logprobs": [described(*item) for item in top]})
+            best = sorted(entry.items(), key=lambda item: -item[1].logprob)[: len(entry) if top == -1 else top]
+            content.append({**described(token, entry[token]), "top_logprobs": [described(*item) for item in best]})
     return {"content": content}
 
 

@@ -39,6 +39,7 @@ class Shape:
     Args:
         role: of the answer.   echo: text that goes in front of each answer, or "".
         prompt_ids: the rendered conversation.   n: answers.
+        logprobs: alternatives per token that are shown, None for no logprobs at all.
         token_ids: whether ids are reported.   ids_as_text: whether logprob tokens are written as token_id:N.
     """
 
@@ -46,7 +47,7 @@ class Shape:
     echo: str
     prompt_ids: Sequence[int]
     n: int
-    logprobs: bool
+    logprobs: int | None
     token_ids: bool
     ids_as_text: bool
 
@@ -69,7 +70,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         echo=_echo(fields, messages, role),
         prompt_ids=ids,
         n=sampling.n,
-        logprobs=sampling.logprobs is not None,
+        logprobs=sampling.logprobs,
         token_ids=fields.flag("return_token_ids"),
         ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
     )
@@ -264,9 +265,9 @@ class ChatWriter:
         }
 
     def _logprobs(self, outputs: Sequence[Output]) -> dict[str, Any] | None:
-        if not self._shape.logprobs:
+        if self._shape.logprobs is None:
             return None
-        return chat_logprobs(outputs, self._tokenizer, ids_as_text=self._shape.ids_as_text)
+        return chat_logprobs(outputs, self._tokenizer, top=self._shape.logprobs, ids_as_text=self._shape.ids_as_text)
 
 
 def _nothing_yet(output: Output) -> Usage:

@@ -10,6 +10,7 @@ Before: face.py, errors.py.  After: openai_chat.py and openai_completions.py (wh
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -113,30 +114,33 @@ async def _cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:
 
 async def _merged(sources: Sequence[AsyncIterator[Output]], n: int) -> AsyncIterator[Output]:
     """The outputs of all sources as they come. When one fails, or the reader stops, all are closed."""
-    sender, receiver = anyio.create_memory_object_stream[Any](0)
+    news: asyncio.Queue[Any] = asyncio.Queue(len(sources))
 
-    async def pump(number: int, source: AsyncIterator[Output], out: Any) -> None:
-        async with out, aclosing(source):
-            try:
+    async def pump(number: int, source: AsyncIterator[Output]) -> None:
+        try:
+            async with aclosing(source):
                 async for output in source:
-                    await out.send((number, output))
-            except Exception as error:  # handed to the reader as it is, not wrapped in a group
-                await out.send((number, error))
+                    await news.put(_at(output, number * n + output.index))
+            await news.put(None)
+        except Exception as error:
+            await news.put(error)
 
-    async with anyio.create_task_group() as tasks:
-        for number, source in enumerate(sources):
-            tasks.start_soon(pump, number, source, sender.clone())
-        sender.close()
-        async with receiver:
-            async for number, item in receiver:
-                if isinstance(item, Exception):
-                    tasks.cancel_scope.cancel()
-                    failure = item
-                    break
-                yield _at(item, number * n + item.index)
+    tasks = [asyncio.create_task(pump(number, source)) for number, source in enumerate(sources)]
+    try:
+        open_sources = len(tasks)
+        while open_sources:
+            item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_sources -= 1
             else:
-                return
-    raise failure
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _at(output: Output, index: int) -> Output:
