@@ -1,0 +1,126 @@
+"""From parts to a machine: how much cache there is, and who stands where.
+
+    Parts.model --kv_layers--> groups --size_cache--> blocks --> storage --bind--> model
+                                                            '--> KVCache --> Scheduler        Sampler, model --> Runner
+
+This is the one place where scheduler and runner are built together; afterwards only `StepInput`s pass between them.
+
+Before: parts.py, runner/memory.py.  After: engine.py, whose loop drives the machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+from attrs import define
+
+from ..config import EngineConfig
+from .parts import Parts, Phases
+
+_log = logging.getLogger(__name__)
+
+
+@define(kw_only=True)
+class Machine:
+    """What the loop drives.
+
+    Args:
+        scheduler, runner, cache: see scheduling/scheduler.py, runner/runner.py, kv/cache.py.
+        vocab_size: ids that the model knows.   max_model_len: context, fitted to the memory.
+        depth: steps in flight.   report: one line that says where the memory goes.
+    """
+
+    scheduler: Any
+    runner: Any
+    cache: Any
+    vocab_size: int
+    max_model_len: int
+    depth: int = 1
+    report: str = ""
+
+    def close(self) -> None:
+        """Wait for the steps under way and let go of everything; blocks, so call it off the loop."""
+        runner, self.runner = self.runner, None
+        self.scheduler = self.cache = None
+        if runner is not None:
+            runner.close()
+        gc.collect()
+
+
+def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
+    """Size the cache for the device's memory and build storage, scheduler, sampler and runner.
+
+    Raises: ConfigError: the cache cannot hold what is asked.
+    """
+    from ..device import Device
+    from ..kv.cache import KVCache
+    from ..kv.groups import group_layers
+    from ..kv.storage import allocate
+    from ..runner.runner import Limits, Runner
+    from ..sampling.sampler import Sampler
+    from ..scheduling.scheduler import Scheduler
+
+    device = parts.device or Device.pick(config.model.device)
+    config = config.resolve(device.kind, device.memory().total_bytes)
+    options = config.scheduler
+    layers = parts.model.kv_layers()
+    groups = group_layers(layers)
+    with phases("cache"):
+        plan, dtype = _plan(config, parts, device, layers)
+        storage = allocate(groups, layers, plan.num_blocks, plan.block_size, dtype, device.torch)
+        parts.model.bind(groups, storage)
+    _log.info("%s", plan.report())
+    with phases("runner"):
+        cache = KVCache(
+            groups, plan.num_blocks, plan.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
+        )
+        slots = options.max_num_seqs + options.depth  # a row that ended is held until its last flight has landed
+        scheduler = Scheduler(options, cache, max_model_len=plan.max_model_len, slots=slots)
+        sampler = Sampler(slots, parts.model.vocab_size, plan.max_model_len, device.torch)
+        limits = Limits(
+            rows=slots,
+            max_seqs=options.max_num_seqs,
+            max_tokens=options.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            block_size=plan.block_size,
+            groups=len(groups),
+            depth=options.depth,
+        )
+        runner = Runner(parts.model, sampler, limits, device)
+    return Machine(
+        scheduler=scheduler,
+        runner=runner,
+        cache=cache,
+        vocab_size=parts.model.vocab_size,
+        max_model_len=min(plan.max_model_len, scheduler.max_length),
+        depth=options.depth,
+        report=plan.report(),
+    )
+
+
+def _plan(config: EngineConfig, parts: Parts, device: Any, layers: Any) -> tuple[Any, Any]:
+    """The sizes of the cache (runner.memory.CachePlan), and the dtype of its numbers."""
+    import torch
+
+    from ..kv.groups import bytes_per_block, group_layers
+    from ..runner.memory import CacheRequest, size_cache
+
+    asked = config.cache.kv_cache_dtype
+    dtype = parts.dtype or torch.float32 if asked == "auto" else getattr(torch, asked)
+    groups = group_layers(layers)
+    length = config.model.max_model_len
+    request = CacheRequest(
+        groups=groups,
+        block_size=config.cache.block_size,
+        block_bytes=bytes_per_block(groups, layers, config.cache.block_size, dtype.itemsize),
+        max_model_len=parts.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
+        utilization=config.cache.gpu_memory_utilization,
+        cache_bytes=config.cache.kv_cache_memory_bytes,
+        num_blocks=config.cache.num_gpu_blocks_override,
+        fit=length is None or length == -1,
+    )
+    return size_cache(request, device, parts.weight_bytes), dtype

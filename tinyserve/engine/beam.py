@@ -1,0 +1,139 @@
+"""Beam search from one-token requests: the engine is asked what could come next, and the best continuations live on.
+
+    step k:  each live beam --one-token request, 2 * width logprobs--> candidates
+             a candidate that is an end token is complete; the best `width` of the others live
+
+Twice the width, so that end tokens among the candidates cannot crowd out the live ones. Every beam's prompt is the
+one before plus a token, so all but the last block of it is found in the prefix cache. Neither the scheduler nor the
+runner knows that beams exist.
+
+Score = total log-probability / generated tokens ** length_penalty, the end token counted.
+
+Before: intake.py, fanout.py.  After: engine.py and llm.py (beam_search).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+from attrs import evolve, frozen
+
+from ..request import BeamSearchParams, Logprob, Output, Request, SamplingParams
+from ..text.detokenize import Detokenizer
+from .intake import Call, Intake, Prepared
+from .outputs import BeamSearchOutput, BeamSearchSequence
+
+
+class Front(Protocol):
+    """What beam search needs of the engine."""
+
+    intake: Intake
+    tokenizer: Any
+
+    def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncIterator[Output]:
+        """Queue a prepared call and yield its outputs."""
+        ...
+
+
+@frozen
+class Beam:
+    """A continuation. tokens: the new ones; logprob: their sum; entries: one dict of candidates per new token."""
+
+    tokens: tuple[int, ...] = ()
+    logprob: float = 0.0
+    entries: tuple[Mapping[int, Logprob], ...] = ()
+    ended: bool = False
+
+    def score(self, length_penalty: float) -> float:
+        """Higher is better; see the module's docstring."""
+        return self.logprob / len(self.tokens) ** length_penalty if self.tokens else 0.0
+
+    def grown(self, token: int, logprob: float, entry: Mapping[int, Logprob], ended: bool) -> Beam:
+        """This beam with one more token."""
+        return Beam((*self.tokens, token), self.logprob + logprob, (*self.entries, entry), ended)
+
+
+async def search(engine: Front, call: Call, params: BeamSearchParams) -> BeamSearchOutput:
+    """The `beam_width` best answers to a prompt, best first.
+
+    Raises: RequestError: before anything runs.
+    """
+    asked = SamplingParams(max_tokens=params.max_tokens, allowed_token_ids=params.allowed_token_ids)
+    prepared = await engine.intake.prepare(evolve(call, sampling=asked))
+    request = prepared.requests[0]
+    size = engine.intake.rules.vocab_size
+    one_token = SamplingParams(
+        temperature=params.temperature,
+        max_tokens=1,
+        # raw log-probabilities do not know allowed_token_ids, so the allowed ones may be anywhere in the order
+        logprobs=size if params.allowed_token_ids else min(2 * params.beam_width, size),
+        allowed_token_ids=params.allowed_token_ids,
+        ignore_eos=True,
+    )
+    live, completed = [Beam()], []
+    for _ in range(request.sampling.max_tokens or 0):
+        entries = await _next_tokens(engine, request, live, one_token)
+        grown = [
+            candidate
+            for beam, entry in zip(live, entries, strict=True)
+            for candidate in _candidates(beam, entry, request, params)
+        ]
+        completed = _best([*completed, *(beam for beam in grown if beam.ended)], params)
+        live = _best([beam for beam in grown if not beam.ended], params)
+        if not live:
+            break
+    beams = _best([*completed, *live], params)
+    return BeamSearchOutput([_sequence(beam, request, engine.tokenizer, params) for beam in beams])
+
+
+async def _next_tokens(
+    engine: Front, request: Request, live: list[Beam], one_token: SamplingParams
+) -> list[Mapping[int, Logprob]]:
+    """For each live beam, the candidates for its next token. All beams are asked at once, so they share steps."""
+
+    async def ask(beam: Beam) -> Mapping[int, Logprob]:
+        tokens = (*request.prompt_ids, *beam.tokens)
+        async for output in engine.outputs(engine.intake.beam_step(tokens, one_token, request)):
+            if output.error is not None:
+                raise output.error
+            if output.logprobs:
+                return output.logprobs[0]
+        raise asyncio.CancelledError("the beam's request was aborted")
+
+    tasks = [asyncio.ensure_future(ask(beam)) for beam in live]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _candidates(beam: Beam, entry: Mapping[int, Logprob], request: Request, params: BeamSearchParams) -> list[Beam]:
+    """The beam with each of the 2 * width most likely next tokens behind it."""
+    allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids)
+    ends = frozenset() if params.ignore_eos else request.eos_ids | request.extra_eos_ids
+    found = [(token, one.logprob) for token, one in entry.items() if allowed is None or token in allowed]
+    found = sorted((pair for pair in found if pair[1] > float("-inf")), key=lambda pair: -pair[1])
+    return [beam.grown(token, logprob, entry, token in ends) for token, logprob in found[: 2 * params.beam_width]]
+
+
+def _best(beams: list[Beam], params: BeamSearchParams) -> list[Beam]:
+    return sorted(beams, key=lambda beam: -beam.score(params.length_penalty))[: params.beam_width]
+
+
+def _sequence(beam: Beam, request: Request, tokenizer: Any, params: BeamSearchParams) -> BeamSearchSequence:
+    skip = params.skip_special_tokens
+    shown = beam.tokens[:-1] if beam.ended and not params.include_stop_str_in_output else beam.tokens
+    detokenizer = Detokenizer(
+        tokenizer, request.prompt_ids, skip_special_tokens=skip, spaces_between_special_tokens=True
+    )
+    return BeamSearchSequence(
+        tokens=[*request.prompt_ids, *beam.tokens],
+        logprobs=list(beam.entries),
+        cum_logprob=beam.logprob,
+        text=tokenizer.decode([*request.prompt_ids, *shown], skip_special_tokens=skip),
+        answer=detokenizer.push(shown) + detokenizer.finish(),
+        finish_reason="stop" if beam.ended else "length",
+    )

@@ -1,0 +1,83 @@
+"""A conversation becomes a prompt: template, then tokenizer, both off the loop.
+
+The template writes the special tokens itself, so the text gets no second BOS from the tokenizer.
+
+Before: text/template.py, intake.py (the threads, the limits).  After: engine.py (encode_chat), llm.py (chat).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from ..errors import RequestError
+from ..text.template import ChatTemplate
+from .intake import Intake
+from .parts import Parts
+
+
+@frozen(kw_only=True)
+class ChatOptions:
+    """How messages become text.
+
+    Args:
+        tools, documents: handed to the template.
+        add_generation_prompt: end with the beginning of an answer.
+        continue_final_message: end inside the last message, which the model then continues.
+        chat_template: another template than the model's.
+        add_special_tokens: let the tokenizer add BOS as well; for templates that do not.
+        chat_template_kwargs: more variables for the template.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    add_special_tokens: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+
+class Chat:
+    """Renders and tokenises conversations for one model."""
+
+    def __init__(self, parts: Parts, intake: Intake) -> None:
+        self._template: ChatTemplate | None = parts.template
+        self._intake = intake
+
+    def template(self, options: ChatOptions) -> ChatTemplate:
+        """The template to use. Raises: RequestError: the model has none and the call brings none."""
+        if options.chat_template is not None:
+            return self._template_from(options.chat_template)
+        if self._template is None:
+            raise RequestError(
+                "This model has no chat template: give one (--chat-template, or chat_template=...), or send a prompt.",
+                param="messages",
+            )
+        return self._template
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        """The conversation as text; takes a few milliseconds, so call it off the loop."""
+        return self.template(options).render(
+            messages,
+            tools=options.tools,
+            documents=options.documents,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **(options.chat_template_kwargs or {}),
+        )
+
+    async def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[int]]:
+        """Text and ids of a conversation; the options are those of ChatOptions.
+
+        Raises: RequestError: the template refused the messages. ContextLengthExceeded: no room for an answer.
+        """
+        chosen = ChatOptions(**options)
+
+        def work() -> tuple[str, list[int]]:
+            text = self.render(messages, chosen)
+            return text, self._intake.encode_prompt(text, add_special_tokens=chosen.add_special_tokens)
+
+        return await self._intake.off_loop(work)

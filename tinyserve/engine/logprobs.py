@@ -1,0 +1,86 @@
+"""Log-probabilities in words: records of ids become dicts of ids to `Logprob`, with the text of each token.
+
+A token is not a character. The text of a token that ends inside a character is "" and the token that completes the
+character carries all of it, so that joining the texts of the chosen tokens gives the answer. An alternative that
+would only continue a character is read after the bytes that the chosen tokens before it left open.
+
+Before: step.py (TokenLogprobs, made by the sampler).  After: streams.py, which puts the dicts into outputs.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ..request import Logprob
+from ..step import TokenLogprobs
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+_MOST_OPEN_BYTES = 3  # a character has at most 4 bytes
+
+
+class Bytes(Protocol):
+    """The part of the tokenizer that this file needs."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token adds to the text, as UTF-8 bytes; may end inside a character."""
+        ...
+
+
+def _read(data: bytes) -> tuple[str, bytes]:
+    """Text of `data`, and the bytes at its end that are the beginning of a character."""
+    decoder = _utf8("replace")
+    text = decoder.decode(data)
+    return text, decoder.getstate()[0]
+
+
+class TokenTexts:
+    """Texts of single tokens, in the order of one answer.
+
+    Args:
+        tokenizer: gives bytes of ids; ids without a token (a padded vocabulary) have none.
+        before: token ids that stand in front; only a character that they leave open matters.
+    """
+
+    def __init__(self, tokenizer: Bytes, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._open = b""
+        for token in before[-_MOST_OPEN_BYTES:]:
+            self.advance(token)
+
+    def advance(self, token: int) -> str:
+        """The text of the token that was chosen next; what it leaves open goes to the one after."""
+        text, self._open = _read(self._open + self._tokenizer.token_bytes(token))
+        return text
+
+    def alternative(self, token: int) -> str:
+        """The text that `token` would have had at this place."""
+        data = self._tokenizer.token_bytes(token)
+        text, open_bytes = _read(data)
+        if self._open and "\ufffd" in text:  # perhaps it continues the open character
+            text, open_bytes = _read(self._open + data)
+        return "" if open_bytes and not text else text
+
+
+def named(record: TokenLogprobs, texts: TokenTexts | None) -> Mapping[int, Logprob]:
+    """One position as a dict: the token that stands there first, then the most likely ones, best first.
+
+    Args: texts: advanced by this position's token; None leaves `decoded_token` unset.
+    """
+    top = zip(record.top_tokens, record.top_logprobs, range(1, len(record.top_tokens) + 1), strict=True)
+    names = {token: texts.alternative(token) if texts else None for token in record.top_tokens}
+    names[record.token] = texts.advance(record.token) if texts else None
+    found = {record.token: Logprob(record.logprob, record.rank, names[record.token])}
+    for token, logprob, rank in top:
+        if token not in found:
+            found[token] = Logprob(logprob, rank, names[token])
+    return found
+
+
+def named_prompt(
+    records: Sequence[TokenLogprobs | None], prompt: Sequence[int], tokenizer: Bytes | None
+) -> tuple[Mapping[int, Logprob] | None, ...]:
+    """The same for a whole prompt: one entry per prompt token, the first None (nothing predicts it)."""
+    texts = TokenTexts(tokenizer, prompt[:1]) if tokenizer else None
+    return (None, *(named(record, texts) for record in records[1:] if record is not None))

@@ -1,0 +1,76 @@
+"""What the engine tells telemetry.py, gathered in one place so that the loop stays readable.
+
+Before: answer.py, telemetry.py.  After: engine.py calls it after each plan and commit, streams.py after each output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import NumericsError
+from ..request import FinishReason, Output
+from ..step import StepInput
+from ..telemetry import NoMetrics, RequestStats
+from .answer import Answer
+
+
+class Meter:
+    """Turns steps and outputs into metrics. Args: metrics: telemetry.Metrics, or NoMetrics."""
+
+    def __init__(self, metrics: NoMetrics) -> None:
+        self.metrics = metrics
+        self._flying: deque[tuple[int, int]] = deque()
+
+    def launched(self, step: StepInput) -> None:
+        """A step takes off. Slices of one position are decodes, all others compute a prompt."""
+        prompt = sum(piece.count for piece in step.slices if piece.count > 1 or not piece.samples)
+        self._flying.append((step.num_tokens, prompt))
+
+    def landed(self, updates: Sequence[Any], scheduler: Any, kv_usage: float) -> None:
+        """The oldest step has been committed."""
+        tokens, prompt = self._flying.popleft()
+        generated = sum(len(update.token_ids) for update in updates)
+        self.metrics.step(tokens=tokens, prompt_tokens=prompt, generation_tokens=generated)
+        self.queues(scheduler, kv_usage)
+
+    def queues(self, scheduler: Any, kv_usage: float) -> None:
+        """Something was queued, ended or moved."""
+        self.metrics.queues(running=scheduler.num_running, waiting=scheduler.num_waiting, kv_usage=kv_usage)
+
+    def output(self, answer: Answer, output: Output, before: float | None) -> None:
+        """An answer grew. before: when its token before this one came, None for the first."""
+        timing = answer.timing
+        if output.token_ids and timing.last_token_ts is not None:
+            if before is None:
+                self.metrics.admitted(
+                    prompt_tokens=output.usage.prompt_tokens, cached_tokens=output.usage.cached_tokens
+                )
+                self.metrics.first_token(timing.last_token_ts - timing.queued_ts)
+            else:
+                self.metrics.later_tokens(timing.last_token_ts - before)
+        if output.finished:
+            self.ended(answer, output)
+
+    def ended(self, answer: Answer, output: Output) -> None:
+        """An answer ended, for whatever reason."""
+        timing = answer.timing
+        if output.finish_reason is FinishReason.ERROR and isinstance(output.error, NumericsError):
+            self.metrics.corrupted()
+        self.metrics.finished(
+            RequestStats(
+                reason=str(output.finish_reason),
+                prompt_tokens=output.usage.prompt_tokens,
+                generation_tokens=output.usage.completion_tokens,
+                cached_tokens=output.usage.cached_tokens,
+                max_tokens=answer.request.sampling.max_tokens,
+                n=answer.siblings,
+                arrival=timing.queued_ts,
+                scheduled=timing.scheduled_ts or 0.0,
+                first_token=timing.first_token_ts or 0.0,
+                last_token=timing.last_token_ts or 0.0,
+                finished=time.monotonic(),
+            )
+        )

@@ -1,0 +1,109 @@
+"""What `LLM` returns: whole answers, with vLLM's field names, so that a user's code moves over unchanged.
+
+The engine speaks in `Output`s, each a small piece of one answer; `collect` adds the pieces of all answers of a prompt
+up. Fields of features that this version lacks are kept as None rather than left out.
+
+Before: request.py (Output).  After: llm.py, and whoever reads the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from attrs import define, field
+
+from ..request import Logprob, Output
+
+
+@define
+class CompletionOutput:
+    """One answer. logprobs: one dict per token of `token_ids`, or None when not asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    def add(self, output: Output) -> None:
+        """Append the next piece of this answer."""
+        self.text += output.text
+        self.token_ids.extend(output.token_ids)
+        if output.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs.extend(output.logprobs)
+            chosen = (entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True))
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(chosen)
+        if output.finished:
+            self.finish_reason = str(output.finish_reason)
+            self.stop_reason = output.stop_reason
+
+
+@define
+class RequestOutput:
+    """The answers to one prompt, sorted by index. metrics: see answer.Timing."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    outputs: list[CompletionOutput] = field(factory=list)
+    finished: bool = False
+    metrics: Any = None
+    lora_request: Any = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+@define
+class BeamSearchSequence:
+    """One beam.
+
+    Args:
+        tokens: the prompt's and the new ones.   text: of all of them, as vLLM's LLM has it.   answer: of the new ones.
+        logprobs: one dict per new token, of the candidates that it was chosen from.
+    """
+
+    tokens: list[int]
+    logprobs: list[Mapping[int, Logprob]] = field(factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    answer: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+
+@define
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+async def collect(outputs: AsyncIterator[Output], result: RequestOutput, count: int) -> RequestOutput:
+    """Read `outputs` to their end and add them up in `result`, which gets `count` answers.
+
+    Raises: the error of an answer that failed.
+    """
+    result.outputs = [CompletionOutput(index) for index in range(count)]
+    async for output in outputs:
+        if output.error is not None:
+            raise output.error
+        result.outputs[output.index].add(output)
+        if output.prompt_logprobs is not None:
+            result.prompt_logprobs = list(output.prompt_logprobs)
+        result.num_cached_tokens = output.usage.cached_tokens if output.index == 0 else result.num_cached_tokens
+        result.metrics = output.metrics or result.metrics
+    result.finished = all(answer.finished() for answer in result.outputs)
+    return result

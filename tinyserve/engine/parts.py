@@ -1,0 +1,195 @@
+"""Everything that is read from a checkpoint: model, tokenizer, template, defaults. No cache, no loop yet.
+
+`load_parts` goes from the name that the user typed to a `Parts`, and notes how long each phase took, because a start
+that is slow must say where. Tests and notebooks make a Parts by hand, with a model of their own.
+
+Before: checkpoint/, models/, text/.  After: assemble.py, which puts a cache, a runner and a scheduler around it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from ..config import EngineConfig, hub_offline, prepare_cpu_environment
+from ..errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+class Phases:
+    """The steps of starting up, with their seconds, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure the body of a `with` as phase `name`."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def report(self) -> str:
+        """One line: each phase and the sum."""
+        parts = [f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()]
+        return ", ".join([*parts, f"together {sum(self.seconds.values()):.2f} s"])
+
+
+@define(kw_only=True)
+class Parts:
+    """What a checkpoint gives.
+
+    Args:
+        model: models/decoder.Decoder, or anything with its face; None once the engine has closed.
+        tokenizer: text/tokenizer.Tokenizer.
+        template: text/template.ChatTemplate, or None when the model has none.
+        served_names: names in the API, the first is written in answers.
+        max_model_len: the longest context that the checkpoint (and the user) allow, before memory is looked at.
+        eos_ids: the tokenizer's end token.   extra_eos_ids: those that the configs name besides.
+        default_sampling: fields of SamplingParams from generation_config.
+        device: device.Device that the model is on.   weight_bytes: what it holds there.
+        dtype: torch.dtype of its activations, and of cached keys and values unless the user says otherwise.
+    """
+
+    model: Any
+    tokenizer: Any
+    template: Any = None
+    served_names: tuple[str, ...] = ("model",)
+    max_model_len: int
+    eos_ids: frozenset[int] = field(default=frozenset(), converter=frozenset)
+    extra_eos_ids: frozenset[int] = field(default=frozenset(), converter=frozenset)
+    default_sampling: Mapping[str, Any] = field(factory=dict)
+    device: Any = None
+    weight_bytes: int = 0
+    dtype: Any = None
+
+
+def load_parts(config: EngineConfig, phases: Phases) -> Parts:
+    """Find, read and check everything that `config.model` names. Takes seconds: call it off the loop.
+
+    Raises: ConfigError, CheckpointError.
+    """
+    prepare_cpu_environment(config.runner.cpu_threads)
+    with phases("import"):
+        from ..device import Device
+        from ..models.config import choose_dtype
+        from ..models.registry import load_model
+        from ..text.tokenizer import Tokenizer
+
+        device = Device.pick(config.model.device)
+    with phases("files"):
+        source = _resolve(config, config.model.model)
+        named = config.model.tokenizer
+        words = source if named is None else _resolve(config, named)
+    with phases("tokenizer"):
+        tokenizer = Tokenizer.load(words)
+        template = _template(config, words, tokenizer)
+        defaults = _generation(config, source)
+    with phases("weights"), _bar(config.load.use_tqdm_on_load) as progress:
+        model = load_model(
+            source,
+            dtype=config.model.dtype,
+            device=device.torch,
+            load_format=config.load.load_format,
+            overrides=_overrides(config),
+            seed=config.model.seed,
+            progress=progress,
+        )
+    eos = frozenset(() if tokenizer.eos_id is None else (tokenizer.eos_id,))
+    return Parts(
+        model=model,
+        tokenizer=tokenizer,
+        template=template,
+        served_names=config.model.served_model_name or (config.model.model,),
+        max_model_len=context(config.model.max_model_len, model.config.max_model_len, tokenizer.model_max_length),
+        eos_ids=eos,
+        extra_eos_ids=frozenset((*model.config.eos_ids, *defaults.eos_ids)) - eos,
+        default_sampling={**defaults.sampling, **config.model.override_generation_config},
+        device=device,
+        weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        dtype=choose_dtype(config.model.dtype, model.config, device.torch),
+    )
+
+
+def context(asked: int | None, promised: int, tokenizer_limit: int | None) -> int:
+    """The context in tokens: what the checkpoint promises, or less if asked; -1 and None ask for all of it.
+
+    Raises: ConfigError: more is asked than the model was made for.
+    """
+    longest = min(promised, tokenizer_limit or promised)
+    if asked is None or asked == -1:
+        return longest
+    if asked > promised:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {promised} tokens that the model was made for; its answers would "
+            f"be noise. Use at most {promised}, or change the model's length with --hf-overrides if you know better."
+        )
+    return asked
+
+
+def _resolve(config: EngineConfig, name: str) -> Any:
+    from ..checkpoint.source import resolve
+
+    return resolve(
+        name,
+        revision=config.model.revision,
+        cache_dir=config.load.download_dir,
+        offline=hub_offline(),
+        progress=config.load.use_tqdm_on_load,
+        load_format=config.load.load_format,
+    )
+
+
+def _overrides(config: EngineConfig) -> Mapping[str, Any]:
+    """Keys that replace those of config.json: another config, then the user's own."""
+    path = config.model.hf_config_path
+    return {**(_resolve(config, path).config() if path else {}), **config.model.hf_overrides}
+
+
+def _generation(config: EngineConfig, source: Any) -> Any:
+    """text/generation.GenerationDefaults; "vllm" keeps the end ids and drops the sampling values."""
+    from attrs import evolve
+
+    from ..text.generation import GenerationDefaults
+
+    chosen = config.model.generation_config
+    defaults = GenerationDefaults.load(source if chosen in ("auto", "vllm") else _resolve(config, chosen))
+    return evolve(defaults, sampling={}) if chosen == "vllm" else defaults
+
+
+def _template(config: EngineConfig, source: Any, tokenizer: Any) -> Any:
+    """The chat template: the user's (a file or the text itself), else the model's, else None."""
+    from ..text.template import ChatTemplate
+
+    asked = config.server.chat_template
+    if asked is not None and "{" not in asked:
+        path = Path(asked)
+        if not path.is_file():
+            raise ConfigError(f"--chat-template {asked}: no such file, and not a template either.")
+        asked = path.read_text("utf-8")
+    text = asked or tokenizer.chat_template
+    return None if text is None else ChatTemplate(text, tokenizer)
+
+
+@contextmanager
+def _bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar of bytes read, or None."""
+    if not show:
+        yield None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(desc="Weights", unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress

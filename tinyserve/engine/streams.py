@@ -1,0 +1,158 @@
+"""From the loop to the readers: one stream per caller, which never makes the loop wait and never loses a token.
+
+A reader that keeps up gets one output per step. For one that does not, outputs of the same answer are joined until it
+comes back: it sees larger pieces, nothing is lost, and what waits for it is at most the answer itself. This is all the
+back-pressure there is, because holding the whole batch up for one slow socket would hurt everybody else.
+
+    scheduler.commit -> Streams.push -> Answer.advance -> Stream.put ....... Stream.get -> Engine.generate -> reader
+                               '-- stop string found: scheduler.finish(STOP)
+
+Before: answer.py (ids to text).  After: engine.py (fills the streams), server/ and llm.py (read them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from ..errors import EngineError
+from ..request import FinishReason, Output
+from ..scheduling.scheduler import Update
+from .answer import Answer, merged
+from .meter import Meter
+
+_log = logging.getLogger(__name__)
+_JOIN_AT = 64  # outputs that may wait before they are made one; bounds the number of objects for a reader that is gone
+
+
+class Stream:
+    """The outputs of one call of `generate`, of all its answers, in order.
+
+    Args:
+        answers: those that feed it.
+        interval: an answer's outputs are shown when they hold this many tokens; the first and the last at once.
+    """
+
+    def __init__(self, answers: Iterable[Answer], interval: int = 1) -> None:
+        self.unfinished = {answer.request.id: answer for answer in answers}
+        self._interval = interval
+        self._waiting: dict[int, list[Output]] = {}
+        self._started: set[int] = set()
+        self._due: dict[int, None] = {}  # answers with something to show, oldest first
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every answer has ended and all of it was read."""
+        return not self.unfinished and not self._waiting
+
+    def put(self, output: Output) -> None:
+        """Add an output; never blocks."""
+        waiting = self._waiting.setdefault(output.index, [])
+        waiting.append(output)
+        if len(waiting) >= _JOIN_AT:
+            waiting[:] = [merged(waiting)]
+        first = output.index not in self._started
+        if first or output.finished or sum(len(piece.token_ids) for piece in waiting) >= self._interval:
+            self._started.add(output.index)
+            self._due[output.index] = None
+            self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """End all of it: the reader gets `error` instead of anything that still waits."""
+        self.unfinished.clear()
+        self._waiting.clear()
+        self._error = error
+        self._news.set()
+
+    async def get(self) -> Output:
+        """The next output; waits for it. Raises: the error given to `fail`."""
+        while not self._due and self._error is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        index = next(iter(self._due))
+        del self._due[index]
+        return merged(self._waiting.pop(index))
+
+
+class Streams:
+    """All open streams, and which answer feeds which.
+
+    Args:
+        finish: scheduler.finish; called when an answer ends for a reason that the scheduler cannot see.
+        meter: told of every output.
+    """
+
+    def __init__(self, finish: Callable[[str, FinishReason], None], meter: Meter) -> None:
+        self._finish = finish
+        self._meter = meter
+        self._answers: dict[str, tuple[Answer, Stream]] = {}
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def open(self, answers: list[Answer], interval: int = 1) -> Stream:
+        """A stream for these answers."""
+        stream = Stream(answers, interval)
+        for answer in answers:
+            self._answers[answer.request.id] = answer, stream
+        self.empty.clear()
+        return stream
+
+    def push(self, update: Update) -> None:
+        """Hand an update of the scheduler to the reader of its answer. Updates of closed answers are dropped."""
+        found = self._answers.get(update.request_id)
+        if found is None:
+            return
+        answer, stream = found
+        before = answer.timing.last_token_ts
+        try:
+            output = answer.advance(update)
+        except Exception as error:  # one request's text must not end the loop of all
+            _log.exception("request %s: its tokens could not be turned into text", answer.name)
+            failure = EngineError(f"The answer could not be turned into text: {error!r}")
+            failure.__cause__ = error
+            output = answer.ended(FinishReason.ERROR, failure)
+        if output.finished:
+            self._forget(answer.request.id)
+            if update.finish_reason is None:
+                self._finish(answer.request.id, FinishReason.STOP if output.error is None else FinishReason.ABORT)
+        self._meter.output(answer, output, before)
+        stream.put(output)
+
+    def cancel(self, stream: Stream, *, tell: bool) -> None:
+        """End what is unfinished of a stream. tell: give the reader a last output with finish_reason ABORT."""
+        for answer in list(stream.unfinished.values()):
+            self._forget(answer.request.id)
+            self._finish(answer.request.id, FinishReason.ABORT)
+            last = answer.ended(FinishReason.ABORT)
+            self._meter.ended(answer, last)
+            if tell:
+                stream.put(last)
+
+    def abort(self, name: str | None = None) -> int:
+        """End every answer of the request called `name` (None: of all requests). Returns how many there were."""
+        streams = {id(stream): stream for answer, stream in self._answers.values() if name in (None, answer.name)}
+        count = sum(len(stream.unfinished) for stream in streams.values())
+        for stream in streams.values():
+            self.cancel(stream, tell=True)
+        return count
+
+    def fail(self, error: Callable[[], Exception]) -> None:
+        """End every stream with an error: nobody will feed them any more. Each reader gets an error of its own."""
+        for stream in {id(stream): stream for _, stream in self._answers.values()}.values():
+            stream.fail(error())
+        self._answers.clear()
+        self.empty.set()
+
+    def _forget(self, request_id: str) -> None:
+        _, stream = self._answers.pop(request_id)
+        stream.unfinished.pop(request_id, None)
+        if not self._answers:
+            self.empty.set()
