@@ -194,7 +194,8 @@ def accumulate(logits, v, acc, peak, total):
     return acc, higher, total * shrink + tl.sum(weight, axis=1)
 
 
-@triton.jit
+# A slice that begins anywhere in a buffer must not make a new variant.
+@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"])
 def _attention_decode_kernel(
     q_ptr,  # [S, Hq, D]
     k_ptr,  # [B, Hkv, P, D]
@@ -407,18 +408,19 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_seq_len: int) -> dict[s
     sequences, heads, head_dim = q.shape
     group = heads // k_cache.shape[1]
     rows, block_d = max(16, next_power_of_2(group)), max(16, next_power_of_2(head_dim))
-    room = launch.shared_memory(q) // (block_d * q.element_size())
+    # In rows of D numbers; 4 KiB stay for reductions. A pipeline of n stages keeps n - 1 tiles of K and of V in flight.
+    room = (launch.shared_memory(q) - 4096) // (block_d * q.element_size())
     tile, stages = next(
         (tile, stages)
         for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
-        if rows + 2 * stages * tile <= room or stages == 1
+        if rows + 2 * max(stages - 1, 1) * tile <= room or stages == 1
     )
     default = {
         "ROWS": rows,
         "BLOCK_D": block_d,
         "TILE": tile,
         "STAGES": stages,
-        "num_warps": 4 if rows * block_d <= 8192 else 8,
+        "num_warps": 4 if rows * block_d < 4096 else 8,
     }
     return choose(
         "attention_decode", q, default, head_dim=head_dim, group=group, sequences=sequences, max_seq_len=max_seq_len

@@ -1,0 +1,371 @@
+"""Causal attention of many new tokens over cached keys, ragged and in pages: `out = softmax(scale · Q Kᵀ + mask) V`.
+
+The tokens of all sequences of a step lie one after another; `query_start` says where each sequence begins. Query i of a
+sequence stands at position seq_len - query_len + i, so a cached prefix, a chunk of a long prompt, a draft to verify and
+a single new token are one case. Keys were written to their pages before, the new ones too.
+
+One program = (query tile, kv head): BLOCK_M rows, which are BLOCK_M / G neighbouring queries times the G query heads of
+the kv head, so that every key tile serves G heads. Tiles of all sequences are numbered in one row; a program finds its
+sequence by counting those that begin at or before it. The tiles with the most keys start first. Keys are visited in
+three stretches: the left edge of a window and the diagonal need masks; all between, nearly everything in a long prompt,
+does without, and there a page comes through a TMA descriptor where the device has the unit (+15 to 20 % on an H200).
+2·Σ query_len·seq_len·Hq·D multiply-adds less the causal half; see `attention_decode.py` for softmax and features.
+
+Sources: Dao, arXiv:2307.08691 (FlashAttention-2); Kwon et al., arXiv:2309.06180 (pages).
+
+Before: `rope.py` has written the new keys and values.  After: the output projection.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import launch
+from .attention_decode import (
+    LOG2E,
+    LOWEST,
+    accumulate,
+    attend,
+    base_2,
+    check_attention,
+    gather_pages,
+    load_keys,
+    pages_of,
+    score,
+)
+from .launch import cdiv, choose, next_power_of_2, use_kernel
+
+# Queries that the reference handles at once when it has to write scores down (window, soft-cap or sinks).
+CHUNK = 512
+# Devices whose programs may take this much shared memory (sm_90, sm_100) have a TMA unit that wins.
+TMA_SHARED = 200 * 1024
+
+
+def attention_prefill_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification of `attention_prefill`, with its arguments; also how the CPU serves."""
+    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+    page, heads = k_cache.shape[2], k_cache.shape[1]
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    plain = not window and not softcap and sinks is None
+    sinks = None if sinks is None else sinks.view(heads, -1, 1, 1)
+    out[starts[-1] :] = 0
+    for number, length in enumerate(lengths):
+        begin, end = starts[number], starts[number + 1]
+        hidden = max(0, end - begin - length)  # queries of a padding row, before position 0
+        out[begin : begin + hidden] = 0
+        begin += hidden
+        step = max(end - begin, 1) if plain else CHUNK
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            stop = length - (end - last)  # keys after the last query of the chunk are not seen
+            low = max(0, stop - (last - first) - window + 1) if window else 0
+            pages = block_tables[number : number + 1, low // page : cdiv(stop, page)]
+            inside = slice(low % page, stop - low // page * page)
+            k, v = (gather_pages(cache, pages)[0, :, None, inside] for cache in (k_cache, v_cache))
+            grouped = q[first:last].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+            result = _attend_causally(grouped, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
+def _attend_causally(q, k, v, *, scale, window, softcap, sinks):
+    """q [Hkv, G, M, D] are the last M tokens of k, v [Hkv, 1, N, D]."""
+    queries, keys = q.shape[2], k.shape[2]
+    k, v = (one.expand(-1, q.shape[1], -1, -1) for one in (k, v))
+    visible = None
+    if queries == keys and not (window or softcap or sinks is not None):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    if queries > 1:
+        visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        if window:
+            visible = visible.triu(keys - queries - window + 1)
+    return attend(q, k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks)
+
+
+@triton.jit
+def sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence that owns query tile `tile`; num_seqs for tiles of the padding behind the last sequence.
+
+    Sequence s gets the tiles from query_start[s] // BLOCK_Q + s on: always enough, at most one too many.
+    """
+    count = tile * 0
+    for first in range(0, num_seqs + 1, 128):
+        number = first + tl.arange(0, 128)
+        start = tl.load(query_start_ptr + number, mask=number <= num_seqs, other=0)
+        begun = (start // BLOCK_Q + number <= tile) & (number <= num_seqs)
+        count += tl.sum(begun.to(tl.int32), axis=0)
+    return count - 1
+
+
+@triton.jit
+def _attend_masked(
+    q, acc, peak, total, position, begin, stop, end, table_ptr, k_ptr, v_ptr, block_stride, scale, cap,
+    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Key tiles [begin, stop), each score masked by position; keys from `end` on read as zero."""
+    pages = pages_of(table_ptr, begin, end, PAGE, TILE)
+    for key in tl.range(begin, stop, TILE, num_stages=STAGES):
+        pages_ahead = pages_of(table_ptr, key + TILE, end, PAGE, TILE)
+        k = load_keys(k_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
+        v = load_keys(v_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
+        place = (key + tl.arange(0, TILE))[None, :]
+        visible = place <= position[:, None]
+        if WINDOW:
+            visible = visible & (place > position[:, None] - WINDOW)
+        logits = tl.where(visible, score(q, k, scale, cap, SOFTCAP), float("-inf"))
+        acc, peak, total = accumulate(logits, v, acc, peak, total)
+        pages = pages_ahead
+    return acc, peak, total
+
+
+# What changes from step to step must not make a new variant: counts, and slices that begin anywhere in a buffer.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "num_tiles"],
+    do_not_specialize_on_alignment=["tables_ptr", "query_start_ptr", "lens_ptr"],
+)
+def _attention_prefill_kernel(
+    q_ptr,  # [T, Hq, D]
+    k_ptr,  # [B, Hkv, P, D] contiguous
+    v_ptr,  # [B, Hkv, P, D] contiguous
+    k_tiles,  # with TMA: descriptor of k as [B * Hkv * P, D], boxes of [TILE, D]
+    v_tiles,  # with TMA: the same for v
+    tables_ptr,  # [S, ...] block ids, int32
+    query_start_ptr,  # [S + 1] int32
+    lens_ptr,  # [S] int32
+    sinks_ptr,  # [Hq]; read if SINKS
+    out_ptr,  # [T, Hq, D]
+    q_stride,  # elements between tokens
+    q_head_stride,  # elements between heads
+    block_stride,  # elements between blocks of k and v
+    page_stride,  # elements between the kv heads of a block
+    table_stride,  # elements between sequences
+    out_stride,  # elements between tokens
+    out_head_stride,  # elements between heads
+    num_tokens,  # T
+    num_seqs,  # S
+    num_tiles,
+    kv_heads,
+    scale,
+    cap,
+    G: tl.constexpr,  # query heads of a kv head
+    D: tl.constexpr,
+    PAGE: tl.constexpr,  # a power of two
+    WINDOW: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    TMA: tl.constexpr,  # only if D == BLOCK_D and TILE <= PAGE
+    BLOCK_M: tl.constexpr,  # rows: a power of two, at least G and 16
+    BLOCK_D: tl.constexpr,  # a power of two, at least D and 16
+    TILE: tl.constexpr,  # keys of one step; a power of two
+    STAGES: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    kv_head = tl.program_id(0) % kv_heads
+    tile = num_tiles - 1 - tl.program_id(0) // kv_heads
+    sequence = sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q)
+    start = tl.load(query_start_ptr + sequence)
+    is_padding = sequence == num_seqs
+    stop = tl.load(query_start_ptr + sequence + 1, mask=sequence < num_seqs, other=0)
+    stop = tl.where(is_padding, num_tokens, stop)
+    length = tl.load(lens_ptr + sequence, mask=sequence < num_seqs, other=0)
+    first_query = (tile - start // BLOCK_Q - sequence) * BLOCK_Q
+    if first_query >= stop - start:
+        return
+
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    query = first_query + row // G
+    head = kv_head * G + row % G
+    real = ((row < BLOCK_Q * G) & (query < stop - start))[:, None] & (column < D)[None, :]
+    token = (start + query).to(tl.int64)
+    q_place = q_ptr + (token * q_stride + head * q_head_stride)[:, None] + column[None, :]
+    q = tl.load(q_place, mask=real, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        peak = tl.maximum(sink, LOWEST)
+        total = tl.exp2(sink - peak)
+
+    # Positions of the queries of this tile; in a padding row they lie before 0, where there are no keys.
+    offset = length - (stop - start)
+    position = offset + query
+    lowest = offset + first_query
+    highest = tl.minimum(lowest + BLOCK_Q, length) - 1
+    end = highest + 1
+    clear = tl.maximum(lowest + 1, 0) // TILE * TILE  # before it, every query sees every key (but for a window)
+    begin = end * 0
+    tables_ptr += sequence.to(tl.int64) * table_stride
+    k_ptr += kv_head.to(tl.int64) * page_stride
+    v_ptr += kv_head.to(tl.int64) * page_stride
+    if WINDOW:
+        left = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
+        begin = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), TILE) * TILE
+        begin = tl.minimum(begin, tl.cdiv(tl.maximum(end, 0), TILE) * TILE)
+        acc, peak, total = _attend_masked(
+            q, acc, peak, total, position, left, begin, end, tables_ptr, k_ptr, v_ptr, block_stride, scale, cap,
+            D, PAGE, WINDOW, SOFTCAP, BLOCK_D, TILE, STAGES,
+        )  # fmt: skip
+    clear = tl.maximum(clear, begin)
+
+    pages = pages_of(tables_ptr, begin, clear, PAGE, TILE)
+    for key in tl.range(begin, clear, TILE, num_stages=STAGES):
+        pages_ahead = pages_of(tables_ptr, key + TILE, clear, PAGE, TILE)
+        if TMA:
+            box = ((pages * kv_heads + kv_head) * PAGE + key % PAGE).to(tl.int32)
+            k = k_tiles.load([box, 0]).to(q.dtype)
+            v = v_tiles.load([box, 0]).to(q.dtype)
+        else:
+            k = load_keys(k_ptr, pages, key, clear, block_stride, D, BLOCK_D, PAGE, TILE, False).to(q.dtype)
+            v = load_keys(v_ptr, pages, key, clear, block_stride, D, BLOCK_D, PAGE, TILE, False).to(q.dtype)
+        acc, peak, total = accumulate(score(q, k, scale, cap, SOFTCAP), v, acc, peak, total)
+        pages = pages_ahead
+
+    acc, peak, total = _attend_masked(
+        q, acc, peak, total, position, clear, end, end, tables_ptr, k_ptr, v_ptr, block_stride, scale, cap,
+        D, PAGE, WINDOW, SOFTCAP, BLOCK_D, TILE, STAGES,
+    )  # fmt: skip
+    averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_place = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + column[None, :]
+    tl.store(out_place, averaged.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with the new tokens of each sequence, whose keys and values are in the cache already.
+
+    Args:
+        q: [T, Hq, D]; tokens and heads may lie apart.
+        k_cache, v_cache: [B, Hkv, P, D], contiguous; P a power of two. Query head h reads kv head h // (Hq / Hkv).
+        block_tables: [S, at least ceil(length / P)] int32; what stands behind a sequence's last block is not read.
+        query_start: [S + 1] int32, rising from 0; sequence s owns tokens query_start[s] to query_start[s + 1]. Tokens
+            from query_start[S] on are padding and give zeros, as do queries beyond their sequence's length.
+        seq_lens: [S] int32: cached and new tokens together.
+        scale: of q · k, usually D ** -0.5.
+        max_query_len: at least every query length; chooses the tile.
+        window: a query at i sees keys i - window + 1 to i; 0: all up to i.
+        softcap: c > 0 makes a logit c · tanh(logit / c); 0: off.
+        sinks: [Hq] logits that join the denominator without a value, or None.
+        out: [T, Hq, D], written if given; contiguous in its last dimension.
+
+    Returns:
+        [T, Hq, D] in q's type: `out`, or new.
+
+    Raises:
+        ValueError: shapes, strides or options that do not fit.
+    """
+    if not use_kernel(q):
+        return attention_prefill_reference(
+            q, k_cache, v_cache, block_tables, query_start, seq_lens, scale=scale, max_query_len=max_query_len,
+            window=window, softcap=softcap, sinks=sinks, out=out,
+        )  # fmt: skip
+    check_attention("attention_prefill", q, k_cache, v_cache, sinks, out)
+    sequences = len(seq_lens)
+    if len(block_tables) != sequences or len(query_start) != sequences + 1:
+        raise ValueError(
+            f"attention_prefill: seq_lens has {sequences} sequences, block_tables {len(block_tables)} rows and "
+            f"query_start {len(query_start)} numbers"
+        )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if out.numel() == 0:
+        return out
+    tokens, heads, head_dim = q.shape
+    kv_heads, page = k_cache.shape[1:3]
+    options = _options(q, k_cache, max_query_len)
+    tiles = tokens // (options["BLOCK_M"] // (heads // kv_heads)) + sequences + 1
+    boxes = [None, None]
+    if options["TMA"]:
+        flat = (cache.view(-1, head_dim) for cache in (k_cache, v_cache))
+        boxes = [TensorDescriptor.from_tensor(one, [options["TILE"], head_dim]) for one in flat]
+    _attention_prefill_kernel[(tiles * kv_heads,)](
+        q,
+        k_cache,
+        v_cache,
+        *boxes,
+        block_tables,
+        query_start,
+        seq_lens,
+        q if sinks is None else sinks,
+        out,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        tokens,
+        sequences,
+        tiles,
+        kv_heads,
+        *base_2(scale, softcap),
+        G=heads // kv_heads,
+        D=head_dim,
+        PAGE=page,
+        WINDOW=window,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        **options,
+    )
+    return out
+
+
+def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict[str, int]:
+    """Block sizes: measured ones, or the largest tiles whose pipeline fits into the device's shared memory."""
+    heads, head_dim = q.shape[1:]
+    page, group = k_cache.shape[2], heads // k_cache.shape[1]
+    block_d = max(16, next_power_of_2(head_dim))
+    shared = launch.shared_memory(q)
+    # In rows of D numbers; 4 KiB stay for reductions.
+    room = (shared - 4096) // (block_d * q.element_size())
+    tma = shared >= TMA_SHARED and head_dim == block_d <= 256 and page >= 64 and q.dtype == k_cache.dtype
+    sizes = ((64, 64, 3),) if tma else ((128, 64, 3),)
+    sizes += ((128, 64, 2), (64, 64, 3), (64, 64, 2), (64, 32, 2), (32, 32, 2), (32, 16, 2), (16, 16, 1))
+    most = max(16, next_power_of_2(group), next_power_of_2(max_query_len * group))
+    rows, tile, stages = next(
+        (min(rows, most), tile, stages)
+        for rows, tile, stages in sizes
+        if (rows >= group and min(rows, most) + 2 * stages * tile <= room) or tile == 16
+    )
+    rows = max(rows, next_power_of_2(group))
+    default = {
+        "BLOCK_M": rows,
+        "BLOCK_D": block_d,
+        "TILE": tile,
+        "TMA": tma and tile <= page,
+        "STAGES": stages,
+        "num_warps": 8 if rows * block_d > 8192 else 4,
+    }
+    return choose(
+        "attention_prefill", q, default, head_dim=head_dim, group=group, max_query_len=max_query_len, page=page
+    )
