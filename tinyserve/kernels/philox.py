@@ -24,31 +24,28 @@ LOW = 0xFFFFFFFF
 BLOCK = 128
 
 
-def philox_reference(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Ten rounds over four counter words and two key words; all int64 tensors with values below 2**32."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        a_high, a_low = _multiply(c0, ROUND_A)
-        b_high, b_low = _multiply(c2, ROUND_B)
-        c0, c1, c2, c3 = b_high ^ c1 ^ k0, b_low, a_high ^ c3 ^ k1, a_low
-        k0, k1 = (k0 + KEY_A) & LOW, (k1 + KEY_B) & LOW
-    return [c0, c1, c2, c3]
+def philox_reference(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Ten rounds over counter words [4, L] with key words [2, L], both int64 below 2**32; gives words [4, L].
 
-
-def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of x * factor, in halves so that int64 never overflows."""
-    low_half = x * (factor & 0xFFFF)  # < 2**48
-    high_half = x * (factor >> 16)  # < 2**48
-    middle = (low_half >> 16) + high_half
-    return middle >> 16, ((middle << 16) | (low_half & 0xFFFF)) & LOW
+    A product of two words needs 64 unsigned bits: int64 wraps to the same bits, and masks undo the sign.
+    """
+    even, odd = counter[0::2], counter[1::2]
+    factors = torch.tensor([[ROUND_A], [ROUND_B]], device=counter.device)
+    steps = torch.tensor([[KEY_A], [KEY_B]], device=counter.device)
+    rounds = torch.arange(10, device=counter.device)[:, None, None]
+    for round_key in ((key + rounds * steps) & LOW).unbind():
+        product = (even * factors).flip(0)
+        even = ((product >> 32) & LOW) ^ odd ^ round_key
+        odd = product & LOW
+    return torch.stack([even[0], odd[0], even[1], odd[1]])
 
 
 def uniform_reference(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The specification of `uniform`, with its arguments."""
     seeds, positions = seeds.long(), positions.long()
-    zero = torch.zeros_like(seeds)
-    word = philox_reference([positions & LOW, zero, zero, zero], [seeds & LOW, (seeds >> 32) & LOW])[0]
+    counter = seeds.new_zeros(4, *seeds.shape)
+    counter[0] = positions & LOW
+    word = philox_reference(counter, torch.stack([seeds & LOW, (seeds >> 32) & LOW]))[0]
     return (word >> 8).float() * 2**-24
 
 

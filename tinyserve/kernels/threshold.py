@@ -76,7 +76,7 @@ def _nucleus(
     V = len(values)
     ids = (values >= bound).nonzero()[:, 0] if bound > -INF else torch.arange(V, device=values.device)
     values = values[ids] if len(ids) < V else values
-    weights = ((values - top) * scale).exp_()
+    weights = (values - top).mul_(scale).exp_()
     low, high, missing = _bracket(values, weights, torch.maximum(bound, values.min()), p, top, scale)
     inside = ((values >= low) & (values < high)).nonzero()[:, 0]
     if len(inside) == 0:  # p is 1 but for rounding: nothing more to drop
@@ -101,9 +101,10 @@ def _bracket(
         return low, high, missing
     least = top + (total * ((1 - p) / len(values) * 0.5)).log() / scale  # half: a margin for rounding
     low, end = torch.maximum(low, least), top
+    passed = torch.empty_like(values)  # 0.0 or 1.0
     for _ in range(10):
         middle = low + (end - low) / 2
-        mass = torch.dot(weights, (values >= middle).float())
+        mass = torch.dot(weights, torch.ge(values, middle, out=passed))
         if mass >= p * total:
             low = middle
         else:
