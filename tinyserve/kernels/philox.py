@@ -12,6 +12,8 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3
 Before: `launch.py`.  After: `sample.py`, which calls `uniform_of` inside its kernel.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -24,20 +26,27 @@ LOW = 0xFFFFFFFF
 BLOCK = 128
 
 
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The multipliers [2, 1], and what each of the ten rounds adds to the key [10, 2, 1]."""
+    factors = torch.tensor([[ROUND_A], [ROUND_B]], device=device)
+    steps = torch.tensor([[[KEY_A * i], [KEY_B * i]] for i in range(10)], device=device)
+    return factors, steps
+
+
 def philox_reference(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Ten rounds over counter words [4, L] with key words [2, L], both int64 below 2**32; gives words [4, L].
 
-    A product of two words needs 64 unsigned bits: int64 wraps to the same bits, and masks undo the sign.
+    A product of two words needs 64 unsigned bits: int64 wraps to the same bits, and masks undo the sign. Only what is
+    multiplied next must be masked, so `odd` keeps the whole product until the end.
     """
     even, odd = counter[0::2], counter[1::2]
-    factors = torch.tensor([[ROUND_A], [ROUND_B]], device=counter.device)
-    steps = torch.tensor([[KEY_A], [KEY_B]], device=counter.device)
-    rounds = torch.arange(10, device=counter.device)[:, None, None]
-    for round_key in ((key + rounds * steps) & LOW).unbind():
+    factors, steps = _constants(counter.device)
+    for round_key in (key + steps).unbind():
         product = (even * factors).flip(0)
-        even = ((product >> 32) & LOW) ^ odd ^ round_key
-        odd = product & LOW
-    return torch.stack([even[0], odd[0], even[1], odd[1]])
+        even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(LOW)
+        odd = product
+    return torch.stack([even[0], odd[0] & LOW, even[1], odd[1] & LOW])
 
 
 def uniform_reference(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

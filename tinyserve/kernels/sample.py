@@ -47,10 +47,10 @@ def sample_reference(
     logits = logits.float()
     top, tokens = logits.max(dim=-1)  # the lowest id among equals; NaN if there is one
     bad = ~top.isfinite()
-    rows = torch.arange(len(tokens), device=logits.device) if log_z is not None else temperature.nonzero()[:, 0]
-    if len(rows):
-        every = len(rows) == len(tokens)
-        taken = [part if every or part is None else part[rows] for part in (logits, threshold, last_tie)]
+    some = temperature.nonzero()[:, 0]
+    if len(some) or log_z is not None:
+        rows = slice(None) if len(some) == len(tokens) or log_z is not None else some
+        taken = [part if part is None else part[rows] for part in (logits, threshold, last_tie)]
         weights = _weights(*taken, top[rows], temperature[rows])
         drawn, total = _draw(weights, uniform_reference(seeds[rows], positions[rows]))
         tokens[rows] = torch.where(temperature[rows] > 0, drawn, tokens[rows])
