@@ -47,6 +47,16 @@ def test_dynamic_rotation_is_plain_inside_the_trained_length():
     assert not torch.equal(dynamic[10:], plain[10:])
 
 
+@pytest.mark.parametrize("position", [32, 33, 60])
+def test_dynamic_rotation_beyond_it_is_that_of_a_sequence_that_ends_there(position):
+    """Row p has transformers' frequencies for a sequence of p + 1 tokens; trained length 32."""
+    config = oracles.llama(max_position_embeddings=32, **oracles.rope("dynamic"))
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=position + 1)
+    row = table(rope_spec(HF(config.to_dict()), config.head_dim), 64)[position]
+
+    torch.testing.assert_close(row, torch.cat(((position * expected).cos(), (position * expected).sin())))
+
+
 def test_an_unknown_kind_is_refused():
     with pytest.raises(UnsupportedModel, match="spiral"):
         table(RopeSpec(kind="spiral", dim=8), 4)

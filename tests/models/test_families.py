@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import oracles
+from tests.kernels.harness import interpreting, nan_outputs
 from tests.models.batching import Paged
 from tinyserve.checkpoint.source import resolve
 from tinyserve.models.registry import load_model
@@ -75,23 +76,19 @@ def test_chunks_and_mixed_batches_change_nothing(name, checkpoint):
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_dynamic_rope_grows_with_the_sequence(tmp_path, monkeypatch):
-    """Beyond the trained 32 positions each token is rotated as transformers does when it decodes one at a time."""
-    dynamic = oracles.rope("dynamic", factor=3.0)
-    monkeypatch.setitem(oracles.CONFIGS, "dynamic", lambda: oracles.llama(max_position_embeddings=32, **dynamic))
-    folder = oracles.save("dynamic", tmp_path)
-    tokens = oracles.prompt(45)
-    reference, past, expected = oracles.open_reference(folder), None, []
-    with torch.inference_mode():
-        for piece in (tokens[:30], *([token] for token in tokens[30:])):
-            out = reference(torch.tensor([piece]), past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            expected.append(out.logits[0])
-    paged = Paged(open_model(folder))
-    row = paged.add(tokens)
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3", "gemma3"])
+def test_triton_kernels_give_the_same_logits(name, checkpoint):
+    """Every op by its interpreted Triton kernel: a prefill, then a decode beside the rest of a prompt, within 1e-4."""
+    folder = checkpoint(name)
+    long, short = oracles.prompt(21), oracles.prompt(8, seed=1)
+    with interpreting(), nan_outputs():
+        paged = Paged(open_model(folder), block_size=16)
+        rows = paged.add(long), paged.add(short)
+        steps = [paged.step(dict(zip(rows, counts, strict=True))) for counts in ((13, 7), (8, 1))]
 
-    assert paged.model.config.max_model_len == 96
-    torch.testing.assert_close(paged.step({row: 45})[row], torch.cat(expected), **CLOSE)
+    for row, tokens in zip(rows, (long, short), strict=True):
+        actual = torch.cat([step[row] for step in steps])
+        torch.testing.assert_close(actual, oracles.reference_logits(folder, tokens), **CLOSE)
 
 
 def test_bfloat16_follows_float32(checkpoint):

@@ -1,0 +1,131 @@
+"""GGUF files written by the `gguf` package from tiny checkpoints: the same model as from safetensors."""
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import oracles
+from tests.models.batching import Paged
+from tinyserve.checkpoint.dequantize import decode
+from tinyserve.checkpoint.gguf import GGUFFile
+from tinyserve.checkpoint.gguf_names import stored_tensors
+from tinyserve.checkpoint.source import resolve
+from tinyserve.errors import CheckpointError
+from tinyserve.models.registry import load_model
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+}
+Q8 = gguf.GGMLQuantizationType.Q8_0
+
+
+def paired(rows, heads):
+    """What the converter does to Llama's q and k: halves of each head become neighbouring pairs."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def converted(name, tensor, family, config):
+    """The numbers that a converter stores for a tensor of a Hugging Face checkpoint."""
+    if family == "llama" and "q_proj" in name:
+        return paired(tensor, config.num_attention_heads)
+    if family == "llama" and "k_proj" in name:
+        return paired(tensor, config.num_key_value_heads)
+    return tensor + 1 if family == "gemma3" and "norm" in name else tensor
+
+
+def write(path, family, folder, config, *, quantized=False, extra=()):
+    """Write the checkpoint in `folder` as one GGUF file; matrices in Q8_0 if `quantized`."""
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    writer.add_value_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if family == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
+    for name, tensor in {**load_file(folder / "model.safetensors"), **dict(extra)}.items():
+        numbers = converted(name, tensor, family, config).numpy()
+        short = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        if quantized and tensor.dim() == 2:
+            writer.add_tensor(short, gguf.quants.quantize(numbers, Q8), raw_dtype=Q8)
+        else:
+            writer.add_tensor(short, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def config_of(family):
+    """Sizes that GGUF can say: rows of whole blocks (32), Gemma's fixed pattern and query scale, no soft-cap."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    if family == "llama":
+        return oracles.llama(**sizes, head_dim=24)
+    if family == "gemma3":
+        own = {"num_hidden_layers": 7, "sliding_window_pattern": 6, "query_pre_attn_scalar": 24}
+        return oracles.gemma3(**sizes, **own, final_logit_softcapping=None)
+    return {"qwen2": oracles.qwen2, "qwen3": oracles.qwen3}[family](**sizes)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """(family) -> folder with a checkpoint of `config_of(family)`."""
+
+    def get(family):
+        monkeypatch.setitem(oracles.CONFIGS, "for-gguf", lambda: config_of(family))
+        return oracles.save("for-gguf", tmp_path / family)
+
+    return get
+
+
+def logits(path, tokens):
+    paged = Paged(load_model(resolve(str(path)), dtype="float32"))
+    row = paged.add(tokens)
+    return paged.step({row: len(tokens)})[row]
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_gguf_file_gives_the_logits_of_its_checkpoint(family, checkpoint, tmp_path, caplog):
+    """Names, row order of q and k, norms, tied heads: logits within 1e-4 of transformers on the original."""
+    folder, tokens = checkpoint(family), oracles.prompt(19)
+    path = write(tmp_path / "model.gguf", family, folder, config_of(family))
+
+    torch.testing.assert_close(logits(path, tokens), oracles.reference_logits(folder, tokens), atol=1e-4, rtol=0)
+    assert caplog.messages == []
+
+
+def test_blocks_come_in_the_order_of_the_model(checkpoint, tmp_path):
+    """Raw Q8_0 blocks of every matrix, decoded, equal what `read` gives: q and k rows are un-paired in both."""
+    folder, config = checkpoint("llama"), config_of("llama")
+    path = write(tmp_path / "model.gguf", "llama", folder, config, quantized=True)
+    stored = stored_tensors(GGUFFile(path), config.num_attention_heads, config.num_key_value_heads)
+    original = load_file(folder / "model.safetensors")
+
+    assert stored.keys() == original.keys()
+    for name, tensor in stored.items():
+        assert tensor.shape == original[name].shape
+        torch.testing.assert_close(tensor.read(torch.float32), original[name], atol=0.01, rtol=0)
+        if original[name].dim() == 2:
+            assert tensor.qtype == "Q8_0"
+            assert torch.equal(decode(tensor.blocks(), "Q8_0"), tensor.read(torch.float32))
+        else:
+            assert tensor.qtype is None
+
+
+def test_a_tensor_that_nobody_knows_is_refused(checkpoint, tmp_path):
+    extra = [("blk.0.mystery.weight", torch.ones(3))]
+    path = write(tmp_path / "model.gguf", "llama", checkpoint("llama"), config_of("llama"), extra=extra)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.mystery\.weight"):
+        load_model(resolve(str(path)))
