@@ -15,19 +15,19 @@ from tinyserve.server.face import Service
 from tinyserve.telemetry import Metrics
 
 END = 260
+NAMES = {259: "<|bos|>", 260: "<|eos|>"}
 
 
 class ByteTokenizer:
     """Ids 0..255 are bytes; 259 <|bos|>, 260 <|eos|>."""
 
     vocab_size = 266
-    names = {259: "<|bos|>", 260: "<|eos|>"}
 
     def encode(self, text):
         return list(text.encode())
 
     def token_bytes(self, token):
-        return bytes([token]) if token < 256 else self.names.get(token, "").encode()
+        return bytes([token]) if token < 256 else NAMES.get(token, "").encode()
 
     def decode(self, ids, *, skip_special_tokens=True):
         return b"".join(self.token_bytes(i) for i in ids if i < 256 or not skip_special_tokens).decode(

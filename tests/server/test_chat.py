@@ -140,8 +140,9 @@ def test_null_means_default(run):
 
 def test_harmless_fields_are_ignored(run):
     body = {
-        "store": True, "metadata": {}, "user": "me", "service_tier": "auto", "best_of": 3, "response_format": {"type": "text"},
-        "parallel_tool_calls": False, "include_reasoning": False, "length_penalty": 1.0, "use_beam_search": False,
+        "store": True, "metadata": {}, "user": "me", "service_tier": "auto", "best_of": 3,
+        "response_format": {"type": "text"}, "parallel_tool_calls": False, "include_reasoning": False,
+        "length_penalty": 1.0, "use_beam_search": False,
     }  # fmt: skip
 
     assert run(post(body)).status_code == 200

@@ -99,6 +99,7 @@ class Front:
             return
         if scope["type"] != "http":
             return
+        scope["app"] = self  # makes the router raise its 404 and 405 instead of writing them as plain text
         state = _Answering(send, self._request_id(scope))
         counted = scope["path"].startswith(GUARDED)
         self._service.inflight += counted

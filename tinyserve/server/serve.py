@@ -27,6 +27,7 @@ from .face import Service
 
 HEADER_BYTES = 4 * 1024**2  # what is read before giving up; app.py refuses much less, with a body that says so
 KEEP_ALIVE = 5.0  # seconds
+BACKLOG = 1024
 LAST_WORDS = 2.0  # seconds for aborted answers to leave, and for connections to close
 
 
@@ -79,12 +80,12 @@ class Server:
 
     async def start(self) -> None:
         """Begin to answer, with 503 until `service.engine` is set."""
+        self._bound.listen(BACKLOG)  # from here on clients may connect; they are answered a moment later
         config = hypercorn_config(self.service.config.server, self._bound)
         app = create_app(self.service)
         self._task = asyncio.create_task(
             hypercorn_serve(app, config, shutdown_trigger=self._closing.wait, mode="asgi"), name="tinyserve-http"
         )
-        await asyncio.sleep(0)
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests, let running ones end for `drain_seconds`, abort the rest, close."""

@@ -1,0 +1,214 @@
+"""Everything around the generating routes: models, tokens, health, keys, origins, errors of the transport."""
+
+import pytest
+
+from tinyserve.errors import EngineDead, Overloaded
+
+from .conftest import FakeEngine, client_of, refused, service_of, strict
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+JSON = {"content-type": "application/json"}
+
+
+async def call(method, url, engine=None, *, options=None, **arguments):
+    async with client_of(engine or FakeEngine(), **(options or {})) as client:
+        return await client.request(method, url, **arguments)
+
+
+def test_models(run):
+    listed = strict(run(call("GET", "/v1/models")).text)
+    one = strict(run(call("GET", "/v1/models/alias")).text)
+
+    assert [card["id"] for card in listed["data"]] == ["tiny", "alias"]
+    assert (one["id"], one["max_model_len"], one["root"], one["object"]) == ("alias", 256, "tiny-folder", "model")
+
+
+@pytest.mark.parametrize("url", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
+def test_an_unknown_model_is_a_404_that_names_the_known_ones(run, url):
+    response = run(call("POST", url, json={**HI, "model": "nope", "prompt": "x", "tokens": [1]}))
+
+    assert "tiny" in refused(response, 404, "model")
+    assert strict(response.text)["error"]["code"] == "model_not_found"
+
+
+def test_an_unknown_card_is_a_404(run):
+    refused(run(call("GET", "/v1/models/no/such")), 404, "model")
+
+
+def test_tokenize_and_detokenize(run):
+    found = strict(run(call("POST", "/tokenize", json={"prompt": "hé", "return_token_strs": True})).text)
+    chat = strict(run(call("POST", "/tokenize", json=HI)).text)
+    back = strict(run(call("POST", "/detokenize", json={"tokens": found["tokens"]})).text)
+
+    assert (found["count"], found["max_model_len"], found["token_strs"][0]) == (3, 256, "h")
+    assert chat["count"] == 20
+    assert back == {"prompt": "hé"}
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [9999]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+    ],
+)
+def test_bad_token_requests(run, url, body, param):
+    refused(run(call("POST", url, json=body)), 400, param)
+
+
+def test_health_version_load_metrics(run):
+    for method, url in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        assert run(call(method, url)).status_code == 200
+    assert "version" in run(call("GET", "/version")).json()
+    assert run(call("GET", "/load")).json() == {"server_load": 0}
+    metrics = run(call("GET", "/metrics"))
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert "tinyserve:num_requests_running" in metrics.text
+
+
+def test_answers_are_counted_by_route(run):
+    engine = FakeEngine()
+    run(call("POST", CHAT, engine, json=HI))
+    run(call("GET", "/nowhere/at/all", engine))
+    text = engine.metrics.exposition()[0].decode()
+
+    assert f'http_requests_total{{handler="{CHAT}",method="POST",status="200"}} 1.0' in text
+    assert 'http_requests_total{handler="none",method="GET",status="404"} 1.0' in text
+
+
+def test_nothing_is_answered_while_loading(run):
+    service_free = None
+    for method, url in (("GET", "/health"), ("GET", "/v1/models"), ("POST", CHAT), ("GET", "/metrics")):
+        response = run(loading(method, url))
+        refused(response, 503, service_free)
+        assert int(response.headers["retry-after"]) >= 1
+    assert run(loading("GET", "/version")).status_code == 200
+
+
+async def loading(method, url):
+    import httpx
+
+    from tinyserve.server.app import create_app
+
+    app = create_app(service_of(None))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        return await client.request(method, url, json=HI if method == "POST" else None)
+
+
+def test_a_dead_engine_is_a_503(run):
+    engine = FakeEngine()
+    engine.dead = EngineDead("The loop ended.")
+
+    refused(run(call("GET", "/health", engine)), 503)
+    refused(run(call("POST", CHAT, engine, json=HI)), 503)
+    assert run(call("GET", "/metrics", engine)).status_code == 200
+
+
+def test_a_full_queue_says_when_to_come_back(run):
+    class Full(FakeEngine):
+        async def generate(self, prompt, sampling=None, **options):
+            raise Overloaded("The queue is full.", retry_after=7)
+            yield
+
+    response = run(call("POST", CHAT, Full(), json={**HI, "stream": True}))
+
+    refused(response, 503)
+    assert response.headers["retry-after"] == "7"
+
+
+def test_an_unexpected_error_is_a_500_without_details(run):
+    class Broken(FakeEngine):
+        async def encode_chat(self, messages, **options):
+            raise KeyError("secret")
+
+    message = refused(run(call("POST", CHAT, Broken(), json=HI)), 500)
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "sésame", ""])
+def test_a_wrong_key_is_a_401(run, key):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+    response = run(call("POST", CHAT, json=HI, headers=headers, options={"api_key": ["right", "other"]}))
+
+    refused(response, 401)
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("header", ["Bearer right", "bearer other"])
+def test_any_of_the_keys_opens(run, header):
+    options = {"api_key": ["right", "other"]}
+
+    assert run(call("POST", CHAT, json=HI, headers={"Authorization": header}, options=options)).status_code == 200
+    assert run(call("GET", "/health", options=options)).status_code == 200
+
+
+def test_browsers_of_other_sites_need_an_allowed_origin(run):
+    asked = {"Origin": "http://site", "Access-Control-Request-Method": "POST"}
+    closed = run(call("OPTIONS", CHAT, headers=asked))
+    opened = run(call("OPTIONS", CHAT, headers=asked, options={"allowed_origins": ["http://site"], "api_key": ["k"]}))
+
+    assert "access-control-allow-origin" not in closed.headers
+    assert opened.headers["access-control-allow-origin"] == "http://site"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{:", b"", b"[]", b"null", b'{"a": 1,}', b'{"a": "\xff"}', b"[" * 100_000, b'{"a": NaN}', b'{"a": 1e999}',
+        b'{"temperature": Infinity}', b'{"a": "\\ud83c"}', b'{"a": ' + b'{"a":' * 2000 + b"1" + b"}" * 2001, b'"x"',
+        b"\xef\xbb\xbf{}",
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_bodies_that_are_no_json_object(run, body):
+    """C21: malformed, nested 100000 deep (Python's parser would raise RecursionError), not UTF-8: all 400."""
+    refused(run(call("POST", CHAT, content=body, headers=JSON)), 400)
+
+
+def test_null_bytes_in_text_are_only_data(run):
+    assert (
+        run(
+            call("POST", CHAT, content=b'{"messages":[{"role":"user","content":"a\\u0000"}]}', headers=JSON)
+        ).status_code
+        == 200
+    )
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_other_media_types_are_refused(run, kind):
+    assert "application/json" in refused(run(call("POST", CHAT, content=b"{}", headers={"content-type": kind})), 400)
+
+
+def test_media_type_with_parameters(run):
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+
+    assert (
+        run(call("POST", CHAT, content=b'{"messages":[{"role":"user","content":"a"}]}', headers=headers)).status_code
+        == 200
+    )
+
+
+def test_sizes(run):
+    """C21: a body above the cap and too many messages are a 413, large headers a 431."""
+    big = {"messages": [{"role": "user", "content": "x" * 5000}]}
+    many = {"messages": [{"role": "user", "content": "x"}] * 101}
+    very_many = {"messages": [{"role": "user", "content": "x"}] * 10_000}
+    options = {"max_body_bytes": 4096, "max_messages": 100}
+
+    refused(run(call("POST", CHAT, json=big, options=options)), 413)
+    refused(run(call("POST", CHAT, json=many, options={"max_messages": 100})), 413, "messages")
+    refused(run(call("POST", CHAT, json=very_many, options={"max_messages": 100})), 413, "messages")
+    refused(run(call("POST", CHAT, json=HI, headers={"x-big": "x" * 70_000})), 431)
+    refused(run(call("POST", CHAT, json=HI, headers={f"x-{i}": "x" for i in range(300)})), 431)
+
+
+def test_unknown_paths_and_methods(run):
+    refused(run(call("GET", CHAT)), 405)
+    refused(run(call("POST", "/v1/models", json={})), 405)
+    refused(run(call("GET", "/v1/nothing")), 404)
+    refused(run(call("POST", "/v1/embeddings", json={})), 404)

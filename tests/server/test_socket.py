@@ -1,0 +1,251 @@
+"""A real Hypercorn on a real socket: clients that leave, signals, limits, and the official client."""
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+
+from tinyserve.errors import ConfigError
+from tinyserve.server.serve import Server, open_socket
+
+from .conftest import FakeEngine, refused, service_of
+
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@asynccontextmanager
+async def serving(engine, **options):
+    service = service_of(engine, port=0, **options)
+    server = Server(service, open_socket(service.config.server))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def eventually(condition, seconds=1.0):
+    """Wait until the condition holds; the time limit is the case's own."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "too late"
+        await asyncio.sleep(0.01)
+
+
+async def raw(server, path, body, headers=()):
+    """Open a connection, send a POST, and give reader and writer."""
+    host, port = server.address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(data)}",
+        *headers,
+    ]
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
+    await writer.drain()
+    return reader, writer
+
+
+def test_a_client_that_leaves_a_stream_aborts_it(run):
+    """C17 a, d: within 1 s nothing runs any more, for one and for two samples."""
+
+    async def go():
+        engine = FakeEngine(b"a" * 200, delay=0.02)
+        async with serving(engine) as server:
+            for n in (1, 2):
+                reader, writer = await raw(server, "/v1/chat/completions", {**HI, "stream": True, "n": n})
+                await reader.readuntil(b'"content":"a"')
+                assert engine.running == n
+                writer.close()
+                await eventually(lambda: engine.running == 0)
+
+    run(go())
+
+
+def test_a_client_that_leaves_before_the_whole_answer_aborts_it(run):
+    """C17 b: within 1 s; also when it only half-closed and then reset."""
+
+    async def go():
+        engine = FakeEngine(b"a" * 200, delay=0.02)
+        async with serving(engine) as server:
+            for path, body in (
+                ("/v1/chat/completions", HI),
+                ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 99}),
+            ):
+                _, writer = await raw(server, path, body)
+                await eventually(lambda: engine.running > 0)
+                writer.transport.abort()
+                await eventually(lambda: engine.running == 0)
+
+    run(go())
+
+
+def test_a_client_that_leaves_the_queue_never_runs(run):
+    """C17 c: queued behind others, gone: no step is ever made for it."""
+
+    async def go():
+        engine = FakeEngine(queued=asyncio.Event())
+        async with serving(engine) as server:
+            _, writer = await raw(server, "/v1/chat/completions", {**HI, "stream": True})
+            await eventually(lambda: engine.running == 1)
+            writer.close()
+            await eventually(lambda: engine.running == 0)
+            engine.queued.set()
+            await asyncio.sleep(0.05)
+            assert engine.steps == 0
+
+    run(go())
+
+
+def test_the_official_client(run):
+    """Whole and streamed chat, completions, models and errors, as `openai` reads them."""
+
+    async def go():
+        async with serving(FakeEngine(b"Paris"), api_key="k") as server:
+            client = openai.AsyncOpenAI(base_url=server.address + "/v1", api_key="k", max_retries=0)
+            whole = await client.chat.completions.create(model="tiny", logprobs=True, **HI)
+            stream = await client.chat.completions.create(
+                model="tiny", stream=True, stream_options={"include_usage": True}, n=2, **HI
+            )
+            chunks = [chunk async for chunk in stream]
+            text = await client.completions.create(model="tiny", prompt="x", echo=True, logprobs=1)
+            models = [model.id async for model in client.models.list()]
+            with pytest.raises(openai.NotFoundError) as unknown:
+                await client.chat.completions.create(model="nope", **HI)
+            with pytest.raises(openai.AuthenticationError):
+                await openai.AsyncOpenAI(base_url=server.address + "/v1", api_key="x", max_retries=0).models.list()
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(model="tiny", temperature=9, **HI)
+            await client.close()
+        assert whole.choices[0].message.content == "Paris"
+        assert whole.choices[0].logprobs.content[0].token == "P"
+        assert (
+            "".join(c.choices[0].delta.content or "" for c in chunks if c.choices and c.choices[0].index == 1)
+            == "Paris"
+        )
+        assert chunks[-1].usage.completion_tokens == 12
+        assert text.choices[0].text == "xParis"
+        assert models == ["tiny", "alias"]
+        assert unknown.value.code == "model_not_found"
+
+    run(go())
+
+
+def test_an_error_in_a_stream_reaches_the_official_client(run):
+    async def go():
+        async with serving(FakeEngine(b"Paris", fail_at=2)) as server:
+            client = openai.AsyncOpenAI(base_url=server.address + "/v1", api_key="k", max_retries=0)
+            stream = await client.chat.completions.create(model="tiny", stream=True, **HI)
+            with pytest.raises(openai.APIError, match="NaN"):
+                async for _ in stream:
+                    pass
+            await client.close()
+
+    run(go())
+
+
+def test_a_body_above_the_cap_gets_its_413(run):
+    """C21: a 64 MB string, announced or in chunks, answered within 1 s each while a stream goes on."""
+
+    async def go():
+        engine = FakeEngine(b"a" * 200, delay=0.005)
+        async with serving(engine) as server, httpx.AsyncClient(base_url=server.address, timeout=20) as client:
+            big = b'{"messages": "' + b"x" * 64_000_000 + b'"}'
+            headers = {"content-type": "application/json"}
+            start = time.monotonic()
+            refused(await client.post("/v1/chat/completions", content=big, headers=headers), 413)
+
+            async def pieces():
+                for start in range(0, 20_000_000, 1_000_000):
+                    yield big[start : start + 1_000_000]
+
+            refused(await client.post("/v1/chat/completions", content=pieces(), headers=headers), 413)
+            assert time.monotonic() - start < 4  # two of them, on a shared core
+            assert (await client.post("/v1/chat/completions", json=HI)).status_code == 200
+
+    run(go())
+
+
+def test_a_header_of_a_megabyte_gets_its_431(run):
+    async def go():
+        async with serving(FakeEngine()) as server, httpx.AsyncClient(base_url=server.address, timeout=20) as client:
+            refused(await client.post("/v1/chat/completions", json=HI, headers={"x-big": "x" * 1_000_000}), 431)
+            assert (await client.post("/v1/chat/completions", json=HI)).status_code == 200
+
+    run(go())
+
+
+def test_stopping_lets_running_answers_end(run):
+    """With 5 seconds to drain, an answer of 0.4 s ends whole, and a new request gets 503 meanwhile."""
+
+    async def go():
+        engine = FakeEngine(b"a" * 20, delay=0.02)
+        service = service_of(engine, port=0)
+        server = Server(service, open_socket(service.config.server))
+        await server.start()
+        async with httpx.AsyncClient(base_url=server.address) as client:
+            running = asyncio.create_task(client.post("/v1/chat/completions", json=HI))
+            await eventually(lambda: engine.running == 1)
+            stopping = asyncio.create_task(server.stop(5.0))
+            await asyncio.sleep(0.05)
+            refused(await client.get("/health"), 503)
+            refused(await client.post("/v1/chat/completions", json=HI), 503)
+            answer = await running
+            await stopping
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+    run(go())
+
+
+def test_stopping_at_once_ends_streams_properly(run):
+    """Without time to drain, the stream ends with finish_reason abort and [DONE], and the port is free."""
+
+    async def go():
+        engine = FakeEngine(b"a" * 200, delay=0.02)
+        service = service_of(engine, port=0)
+        server = Server(service, open_socket(service.config.server))
+        await server.start()
+        reader, writer = await raw(server, "/v1/chat/completions", {**HI, "stream": True})
+        await reader.readuntil(b'"content":"a"')
+        start = time.monotonic()
+        await server.stop(0.0)
+        rest = await reader.read()
+        writer.close()
+        assert b'"finish_reason":"abort"' in rest and b"[DONE]" in rest
+        assert time.monotonic() - start < 3
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient() as client:
+                await client.get(server.address + "/health")
+
+    run(go())
+
+
+def test_a_unix_socket(run, tmp_path):
+    async def go():
+        path = str(tmp_path / "s")
+        async with serving(FakeEngine(), uds=path) as server:
+            assert server.address == f"unix:{path}"
+            transport = httpx.AsyncHTTPTransport(uds=path)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                assert (await client.get("/health")).status_code == 200
+        assert not (tmp_path / "s").exists()
+
+    run(go())
+
+
+def test_a_port_in_use_is_said_so():
+    service = service_of(None, port=0)
+    bound = open_socket(service.config.server)
+    bound.listen()
+    taken = service_of(None, port=bound.getsockname()[1])
+
+    with pytest.raises(ConfigError, match="cannot listen on 127"):
+        open_socket(taken.config.server)
+    bound.close()
