@@ -124,7 +124,8 @@ class Sequence:
     def check_integrity(self) -> None:
         """Assert the order of the counters."""
         known = len(self.tokens)
-        assert 0 <= self.computed <= self.scheduled <= known + self.in_flight, self
+        assert 0 <= self.computed <= self.scheduled, self
+        assert self.drafting or self.scheduled <= known + self.in_flight, self
         assert 0 <= self.in_flight <= self.flights and self.computed <= known <= self.ends.limit, self
         assert (self.computed == self.scheduled) or self.flights, self
 
