@@ -170,6 +170,34 @@ def test_a_format_is_chosen_with_its_tensors_in_view_and_finished_once(folder):
         assert len(recorder.calls) == len(layer.parts) + 1
 
 
+def test_a_tied_head_in_a_format_of_its_own_reads_the_embedding_a_second_time(tmp_path):
+    """A format that is not Plain cannot use the dense table: it holds its own copy, with the same logits."""
+    folder = oracles.save("qwen3", tmp_path)
+    model = open_model(folder, format_for=lambda path, layer, stored: Recorder() if path == "head" else Plain())
+
+    assert model.head.weight is not model.embed.weight
+    assert torch.equal(model.head.weight, model.embed.weight)
+    assert torch.equal(logits(model), logits(open_model(folder)))
+
+
+@pytest.mark.parametrize("options", [{"load_format": "gguf"}, {"load_format": "pickle"}])
+def test_a_load_format_that_is_not_there_is_refused(folder, options):
+    with pytest.raises(CheckpointError, match=options["load_format"]):
+        open_model(folder, **options)
+
+
+def test_dummy_weights_have_no_format(folder):
+    with pytest.raises(CheckpointError, match="Dummy"):
+        open_model(folder, load_format="dummy", format_for=lambda path, layer, stored: Plain())
+
+
+def test_overrides_replace_keys_of_the_config(folder):
+    model = open_model(folder, overrides={"max_position_embeddings": 64, "num_hidden_layers": 3})
+
+    assert model.config.max_model_len == 64
+    assert len(model.ropes()[0].cos_sin) == 64
+
+
 def test_an_error_while_reading_reaches_the_caller(folder):
     class Broken(Plain):
         def load(self, layer, name, part, stored):

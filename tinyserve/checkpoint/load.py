@@ -119,7 +119,7 @@ def plan_load(
         stored = [tensors.get(f"{name}.weight") for name in names]
         if isinstance(target, Linear) and format_for is not None and None not in stored:
             target.format = format_for(path, target, tuple(stored))
-        if owner is not None and isinstance(target.format, Plain):
+        if owner is not None and type(target.format) is Plain:  # any other format packs a copy of its own
             plan.shared.append((target, modules[owner]))
         else:
             add_jobs(plan, target, names, tensors)
