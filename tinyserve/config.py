@@ -254,7 +254,8 @@ def build(values: Mapping[str, Any]) -> EngineConfig:
 
 def unknown_option(name: str) -> str:
     """The message for an option that does not exist: not yet, or misspelt."""
-    name = name.lstrip("-").replace("-", "_")
+    short = next((long for long, letters in NOT_YET.items() if letters == name), None)
+    name = short or name.lstrip("-").replace("-", "_")
     shown = "--" + name.replace("_", "-")
     names = [flag.name for flag in flags()]
     if name in NOT_YET:
@@ -305,3 +306,8 @@ def prepare_cpu_environment(cpu_threads: int | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads or max(1, cores - 1)))
+
+
+def client_api_key() -> str | None:
+    """The key that the terminal clients send: the first of TINYSERVE_API_KEY."""
+    return os.environ.get("TINYSERVE_API_KEY", "").split(",")[0].strip() or None

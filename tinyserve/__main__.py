@@ -1,0 +1,73 @@
+"""`python -m tinyserve`: the first word chooses a command, `serve` when there is none.
+
+    python -m tinyserve                        serve a small real model at 127.0.0.1:8000
+    python -m tinyserve --model Qwen/Qwen3-0.6B --max-model-len 8k
+    python -m tinyserve chat                   talk to it
+
+Before: cli/ (the commands).  After: a shell.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from . import __version__
+from .errors import ConfigError, TinyserveError
+from .options import nearest
+
+COMMANDS = {
+    "serve": ("serve", "run", "serve a model with OpenAI's HTTP API (the default)"),
+    "chat": ("chat", "run_chat", "chat with a running server"),
+    "complete": ("chat", "run_complete", "let a running server continue texts"),
+    "plan": ("plan", "run", "print the memory plan without loading weights"),
+    "collect-env": ("report", "run", "print versions and devices for a bug report"),
+}
+LATER = ("bench", "run-batch")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit code: 2 for a wrong option, 1 for a failure."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] in (["--version"], ["-V"]):
+        print(f"tinyserve {__version__}")
+        return 0
+    if argv[:1] in (["--help"], ["-h"], ["help"]):
+        print(_usage())
+    try:
+        name, rest = _command(argv)
+        module, function, _ = COMMANDS[name]
+        return getattr(import_module(f".cli.{module}", __package__), function)(rest)
+    except ConfigError as error:
+        print(f"tinyserve: {error}", file=sys.stderr)
+        return 2
+    except TinyserveError as error:
+        print(f"tinyserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(argv: list[str]) -> tuple[str, list[str]]:
+    """The command's name and its own arguments."""
+    if not argv or argv[0].startswith("-"):
+        return "serve", argv
+    if argv[0] == "help":
+        return "serve", ["--help"]
+    if argv[0] in COMMANDS:
+        return argv[0], argv[1:]
+    if argv[0] in LATER:
+        raise ConfigError(f"the command {argv[0]!r} does not exist yet.")
+    if close := nearest(argv[0], COMMANDS):
+        raise ConfigError(f"unknown command {argv[0]!r}: did you mean {close!r}? To serve a model so named: --model.")
+    return "serve", argv
+
+
+def _usage() -> str:
+    lines = [f"  {name:<13}{text}" for name, (_, _, text) in COMMANDS.items()]
+    return "Usage: python -m tinyserve [COMMAND] [options]\n\nCommands:\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

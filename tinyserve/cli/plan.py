@@ -1,0 +1,146 @@
+"""`tinyserve plan`: how the memory would be divided, from the checkpoint's headers alone. No weight is read.
+
+Before: parse.py, models/registry.py, kv/groups.py, runner/memory.py.  After: a shell, and whoever buys the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from ..config import EngineConfig, hub_offline
+from ..errors import ConfigError
+from ..options import format_bytes
+from . import log
+from .parse import read_config
+
+
+@frozen(kw_only=True)
+class Facts:
+    """What is known of a model without its weights. weight_bytes: as dense numbers of the chosen dtype."""
+
+    name: str
+    architecture: str
+    dtype: Any
+    parameters: int
+    file_bytes: int
+    weight_bytes: int
+    layers: Sequence[Any]
+    max_model_len: int
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the plan. Returns the exit code: 1 when it does not fit."""
+    config = read_config(
+        argv, "tinyserve plan", "Print the memory plan of `serve` with the same options; loads no weight."
+    )
+    log.set_up(config.log)
+    from ..device import Device
+
+    device = Device.pick(config.model.device)
+    memory = device.memory()
+    config = config.resolve(device.kind, memory.total_bytes)
+    facts = read_facts(config, device)
+    for name, value in _model_lines(facts, config):
+        print(f"{name:<18}{value}")
+    try:
+        for name, value in _cache_lines(facts, config, device, memory):
+            print(f"{name:<18}{value}")
+    except ConfigError as error:
+        print(f"does not fit: {error}")
+        return 1
+    return 0
+
+
+def read_facts(config: EngineConfig, device: Any) -> Facts:
+    """Find the checkpoint and read its headers. Raises: CheckpointError, ConfigError."""
+    from ..checkpoint.source import resolve
+    from ..engine.parts import context
+    from ..models.config import choose_dtype
+    from ..models.registry import build_model, open_tensors
+
+    options = config.model
+    source = resolve(
+        options.model,
+        revision=options.revision,
+        cache_dir=config.load.download_dir,
+        offline=hub_offline(),
+        load_format=config.load.load_format,
+    )
+    model = build_model({**source.config(), **options.hf_overrides})
+    dtype = choose_dtype(options.dtype, model.config, device.torch)
+    if config.load.load_format == "dummy":
+        raise ConfigError("--load-format dummy: there are no files to plan with; name the format of real ones.")
+    tensors = open_tensors(source, config.load.load_format, model)
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    files = [source.gguf] if source.gguf else source.folder.glob("*.safetensors")
+    return Facts(
+        name=options.model,
+        architecture=model.config.architecture,
+        dtype=dtype,
+        parameters=parameters,
+        file_bytes=sum(path.stat().st_size for path in files),
+        weight_bytes=parameters * dtype.itemsize,
+        layers=model.kv_layers(),
+        max_model_len=context(options.max_model_len, model.config.max_model_len, None),
+    )
+
+
+def _model_lines(facts: Facts, config: EngineConfig) -> Iterator[tuple[str, str]]:
+    yield "model", f"{facts.name} ({facts.architecture})"
+    yield "parameters", f"{facts.parameters / 1e6:,.1f} M in files of {format_bytes(facts.file_bytes)}"
+    dtype = str(facts.dtype).removeprefix("torch.")
+    yield "weights", f"{format_bytes(facts.weight_bytes)} as dense {dtype}; less if they stay packed"
+    yield "step", f"{config.scheduler.max_num_batched_tokens} tokens, {config.scheduler.max_num_seqs} sequences"
+
+
+def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -> Iterator[tuple[str, str]]:
+    import torch
+
+    from ..kv.groups import bytes_per_block, group_layers
+    from ..runner.memory import CPU_KV_SHARE, RESERVE_BYTES, CacheRequest, blocks_per_sequence, plan_cache
+
+    options = config.cache
+    groups = group_layers(facts.layers)
+    dtype = facts.dtype if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
+    block_bytes = bytes_per_block(groups, facts.layers, options.block_size, dtype.itemsize)
+    length = config.model.max_model_len
+    request = CacheRequest(
+        groups=groups,
+        block_size=options.block_size,
+        block_bytes=block_bytes,
+        max_model_len=facts.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
+        utilization=options.gpu_memory_utilization,
+        cache_bytes=options.kv_cache_memory_bytes,
+        num_blocks=options.num_gpu_blocks_override,
+        fit=length is None or length == -1,
+    )
+    yield "device", f"{device.kind}: {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free"
+    full = sum(group.window is None for group in groups)
+    yield "KV groups", f"{full} full, {len(groups) - full} with a window; blocks of {options.block_size} tokens"
+    yield "KV block", f"{format_bytes(block_bytes)}; a token costs {format_bytes(_token_bytes(facts, dtype))}"
+    if request.cache_bytes is not None:
+        available = request.cache_bytes
+    elif device.is_cpu:
+        available = int(max(memory.free_bytes - facts.weight_bytes, 0) * CPU_KV_SHARE)
+    else:
+        outside = memory.total_bytes * (1 - options.gpu_memory_utilization)
+        available = int(memory.free_bytes - outside - facts.weight_bytes - RESERVE_BYTES)
+    plan = plan_cache(request, available)
+    tokens = (plan.num_blocks - 1) * plan.block_size // max(len(groups), 1)
+    cut = f" (cut from {facts.max_model_len})" if plan.fitted else ""
+    yield "KV cache", f"{format_bytes(plan.cache_bytes)}: {plan.num_blocks} blocks, at least {tokens} tokens"
+    yield "context", f"{plan.max_model_len} tokens{cut}"
+    each = max(blocks_per_sequence(request, plan.max_model_len), 1)
+    yield "at full context", f"{(plan.num_blocks - 1) / each:.1f} requests at the same time"
+    yield "not counted", "activations of the largest step and device graphs, which only a run can measure"
+
+
+def _token_bytes(facts: Facts, dtype: Any) -> int:
+    """Bytes of keys and values that one token adds while every layer still sees it."""
+    return sum(2 * layer.width for layer in facts.layers) * dtype.itemsize
