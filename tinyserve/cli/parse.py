@@ -27,7 +27,7 @@ _TITLES = {
     "server": "server", "log": "log",
 }  # fmt: skip
 _EPILOG = """\
-Sizes take suffixes: 4k = 4000, 4K = 4096, 2GiB, 2GB. Object options take JSON, or a key at a time: --hf-overrides.key 3.
+Sizes take suffixes: 4k = 4000, 4K = 4096, 2GiB, 2GB. Object options take JSON, or one key: --hf-overrides.key 3.
 Each option is also an environment variable, TINYSERVE_MAX_MODEL_LEN=4k, and a key of the YAML file given by --config.
 The command line wins over the environment, the environment over the file."""
 
