@@ -22,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from ..errors import RequestError
 
-MAX_STEPS = 2_000_000  # loop steps and macro calls; a 1000-message chat with 100 tools needs about 20 thousand
-MAX_SECONDS = 10.0
+MAX_STEPS = 500_000  # loop steps and macro calls, 5 us each; 1000 messages with 100 tools need about 20 thousand
+MAX_SECONDS = 5.0
 MAX_CHARACTERS = 64 * 2**20
 MAX_REPEAT = 1 << 20
 MAX_EXPONENT = 64
