@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -115,6 +116,16 @@ class FakeEngine:
         reason = FinishReason.STOP if token == END else FinishReason.LENGTH if step + 1 >= limit else None
         text = self.tokenizer.decode([token])
         return Output(**base, text=text, token_ids=(token,), logprobs=entry, finish_reason=reason)
+
+    async def beam_search(self, prompt, params):
+        def beam(text, reason, last):
+            tokens = [*text.encode(), *last]
+            logprobs = [{token: Logprob(-0.5, 1, chr(token))} for token in tokens]
+            return SimpleNamespace(
+                tokens=[*prompt, *tokens], answer=text, logprobs=logprobs, finish_reason=reason, stop_reason=None
+            )
+
+        return SimpleNamespace(sequences=[beam("abc", "length", []), beam("ab", "stop", [END])][: params.beam_width])
 
     async def close(self, drain_seconds=0.0):
         self.closing.set()

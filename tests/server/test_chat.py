@@ -106,7 +106,9 @@ def test_the_operator_can_force_usage_and_details(run):
         ({"response_format": {}}, "response_format.type"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_json": {}}, "guided_json"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "stream": True}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 0}, "n"),
+        ({"length_penalty": 2.0}, "length_penalty"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -288,3 +290,25 @@ def test_options_reach_the_engine(run):
     options = engine.calls[0][2]
 
     assert (options["priority"], options["cache_salt"], options["stream_interval"]) == (-3, "s", 4)
+
+
+def test_beams_are_written_as_choices(run):
+    """n is the width, also at temperature 0; each beam has its own text, tokens and reason."""
+    answer = strict(
+        run(post({"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 3, "logprobs": True})).text
+    )
+
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["abc", "ab"]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "stop"]
+    assert answer["usage"]["completion_tokens"] == 6
+    assert len(answer["choices"][0]["logprobs"]["content"]) == 3
+
+
+def test_requests_are_logged_when_asked(run, caplog):
+    caplog.set_level("DEBUG", logger="tinyserve.requests")
+    run(post({"temperature": 0.5}))
+    assert not caplog.records
+    run(post({"temperature": 0.5, "request_id": "r"}, enable_log_requests=True, max_log_len=5))
+
+    assert "received chatcmpl-r: 20 prompt tokens, {'temperature': 0.5, 'max_tokens': None}" in caplog.text
+    assert '"[{\'ro"' in caplog.text

@@ -212,3 +212,19 @@ def test_unknown_paths_and_methods(run):
     refused(run(call("POST", "/v1/models", json={})), 405)
     refused(run(call("GET", "/v1/nothing")), 404)
     refused(run(call("POST", "/v1/embeddings", json={})), 404)
+
+
+def test_a_proxy_prefix_does_not_open_a_guarded_path(run):
+    """With --root-path /api the router also answers /api/v1/...; the key is asked for there as well."""
+
+    async def status(path):
+        import httpx
+
+        from tinyserve.server.app import create_app
+
+        app = create_app(service_of(FakeEngine(), api_key="k", root_path="/api"))
+        transport = httpx.ASGITransport(app, root_path="/api")
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return (await client.get(path)).status_code
+
+    assert [run(status(path)) for path in ("/v1/models", "/api/v1/models", "/api/health")] == [401, 401, 200]

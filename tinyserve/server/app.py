@@ -101,7 +101,7 @@ class Front:
             return
         scope["app"] = self  # makes the router raise its 404 and 405 instead of writing them as plain text
         state = _Answering(send, self._request_id(scope))
-        counted = scope["path"].startswith(GUARDED)
+        counted = _path(scope).startswith(GUARDED)
         self._service.inflight += counted
         try:
             self._check(scope)
@@ -121,7 +121,7 @@ class Front:
         size = sum(len(name) + len(value) for name, value in headers)
         if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
             raise HeadersTooLarge(f"The headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed.")
-        if not self._keys or scope["method"] == "OPTIONS" or not scope["path"].startswith(GUARDED):
+        if not self._keys or scope["method"] == "OPTIONS" or not _path(scope).startswith(GUARDED):
             return
         sent = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = sent.decode("latin-1").partition(" ")
@@ -164,6 +164,12 @@ async def _lifespan(receive: Any, send: Any) -> None:
         await send({"type": message["type"] + ".complete"})
         if message["type"] == "lifespan.shutdown":
             return
+
+
+def _path(scope: Any) -> str:
+    """The path that the router will see: without the prefix of a proxy. The key is asked for on the same one."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def _of_router(error: HTTPException, scope: Any) -> Failure:

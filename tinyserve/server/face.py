@@ -16,7 +16,7 @@ from attrs import define, field
 
 from ..config import EngineConfig
 from ..errors import Overloaded, UnknownModel
-from ..request import Output, SamplingParams
+from ..request import BeamSearchParams, Output, SamplingParams
 from ..telemetry import NoMetrics
 
 
@@ -41,6 +41,10 @@ class EngineFace(Protocol):
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenise a raw prompt as `generate` would, off the loop."""
+        ...
+
+    async def beam_search(self, prompt: Sequence[int], params: BeamSearchParams) -> Any:
+        """The best beams, best first; each has tokens (with the prompt's), answer (text), logprobs, finish_reason."""
         ...
 
     def check_health(self) -> None:

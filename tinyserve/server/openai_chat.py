@@ -22,10 +22,12 @@ from starlette.requests import Request
 
 from ..errors import RequestError
 from ..request import Output, Usage
+from .beam import beam_outputs, read_beam
 from .errors import TooLarge
 from .face import Service
 from .fields import Fields, read_json
 from .logprobs import chat_logprobs, prompt_logprobs
+from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .sse import Generation, Tally
 
@@ -59,7 +61,9 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     fields = await read_json(request, options.max_body_bytes, options.max_messages)
     model = service.model_name(fields.text("model"))
     stream = read_stream(fields, service)
-    sampling = read_sampling(fields, engine.default_sampling, **_decided(fields, engine.default_sampling))
+    decided = _decided(fields, engine.default_sampling)
+    beam = read_beam(fields, decided["max_tokens"] or engine.max_model_len)
+    sampling = read_sampling(fields, engine.default_sampling, **decided, **({"n": 1} if beam else {}))
     messages = read_messages(fields, options.max_messages)
     template = template_options(fields, service)
     more = request_options(fields)
@@ -69,17 +73,20 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         role=role,
         echo=_echo(fields, messages, role),
         prompt_ids=ids,
-        n=sampling.n,
+        n=beam.beam_width if beam else sampling.n,
         logprobs=sampling.logprobs,
         token_ids=fields.flag("return_token_ids"),
         ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
     )
     request_id = "chatcmpl-" + name_of(request, fields)
     writer = ChatWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
-    outputs = engine.generate(
-        ids, sampling, request_id=request_id, stream_interval=fields.integer("stream_interval"), **more
-    )
-    return Generation([outputs], sampling.n, writer, stream=stream.stream)
+    log_request(service.config.log, request_id, sampling, ids, str(messages))
+    if beam:
+        outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None)
+    else:
+        more["stream_interval"] = fields.integer("stream_interval")
+        outputs = engine.generate(ids, sampling, request_id=request_id, **more)
+    return Generation([outputs], shape.n, writer, stream=stream.stream)
 
 
 def name_of(request: Request, fields: Fields) -> str:

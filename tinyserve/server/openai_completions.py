@@ -18,10 +18,12 @@ from starlette.requests import Request
 
 from ..errors import ContextLengthExceeded, RequestError
 from ..request import Output
+from .beam import beam_outputs, read_beam
 from .face import EngineFace, Service
 from .fields import Fields, read_json
 from .logprobs import TextLogprobs, joined, prompt_logprobs
 from .openai_chat import name_of
+from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .sse import Generation, Tally
 
@@ -60,12 +62,14 @@ async def completions(request: Request, service: Service) -> Generation:
         fields.refuse("suffix", "this model cannot fill in between two texts.")
     stream = read_stream(fields, service)
     echo = fields.flag("echo")
-    sampling = read_sampling(fields, engine.default_sampling, **_decided(fields, echo))
+    decided = _decided(fields, echo)
+    beam = read_beam(fields, decided["max_tokens"])
+    sampling = read_sampling(fields, engine.default_sampling, **decided, **({"n": 1} if beam else {}))
     more = request_options(fields)
     prompts = [await _encoded(engine, fields, prompt) for prompt in read_prompts(fields)]
     shape = Shape(
         prompts=prompts,
-        n=sampling.n,
+        n=beam.beam_width if beam else sampling.n,
         echo=echo,
         logprobs=sampling.logprobs is not None,
         prompt_logprobs=fields.given("prompt_logprobs"),
@@ -74,12 +78,18 @@ async def completions(request: Request, service: Service) -> Generation:
     )
     request_id = "cmpl-" + name_of(request, fields)
     writer = CompletionWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
+    log_request(
+        service.config.log, request_id, sampling, [i for p in prompts for i in p.ids], str(fields.raw("prompt"))
+    )
     more["stream_interval"] = fields.integer("stream_interval")
-    sources = [
-        engine.generate(prompt.ids, sampling, request_id=f"{request_id}-{number}", **more)
-        for number, prompt in enumerate(prompts)
-    ]
-    return Generation(sources, sampling.n, writer, stream=stream.stream)
+    if beam:
+        sources = [beam_outputs(engine, p.ids, beam, logprobs=sampling.logprobs is not None) for p in prompts]
+    else:
+        sources = [
+            engine.generate(prompt.ids, sampling, request_id=f"{request_id}-{number}", **more)
+            for number, prompt in enumerate(prompts)
+        ]
+    return Generation(sources, shape.n, writer, stream=stream.stream)
 
 
 def read_prompts(fields: Fields) -> list[str | list[int]]:

@@ -26,7 +26,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "sp
 _LATER = "tinyserve does not support this field yet."
 # Fields that change the answer, and the values of them that mean "off".
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,), "length_penalty": (1, 1.0), "watermarking": (False,), "structured_outputs": ({},),
+    "watermarking": (False,), "structured_outputs": ({},),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "repetition_detection": (),
     "thinking_token_budget": (-1,), "logprob_token_ids": ([],), "prompt_embeds": ([],), "logits_processors": ([],),

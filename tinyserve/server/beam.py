@@ -1,0 +1,57 @@
+"""Beam search through the generating routes: `use_beam_search: true`, with `n` as the beam width.
+
+The search needs whole answers, so it is not streamed; its beams become one Output each and are written like any other.
+
+Before: engine/beam.py (the search).  After: openai_chat.py, openai_completions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from ..request import BeamSearchParams, FinishReason, Output, Usage
+from .face import EngineFace
+from .fields import Fields
+
+
+def read_beam(fields: Fields, most: int) -> BeamSearchParams | None:
+    """The search that a request asks for, or None. most: tokens of an answer. Raises: RequestError."""
+    if not fields.flag("use_beam_search"):
+        if fields.given("length_penalty") and fields.raw("length_penalty") != 1:
+            fields.refuse("length_penalty", "has a meaning only with use_beam_search: true.")
+        return None
+    if fields.flag("stream"):
+        fields.refuse("use_beam_search", "beams are known only at the end and cannot be streamed.")
+    if most < 1:
+        fields.refuse("max_tokens", "beam search needs at least one token.")
+    width = fields.integer("n", 1)
+    if not 1 <= width <= 256:
+        fields.refuse("n", f"a beam width must be 1 to 256, got {width}.")
+    values = {
+        "ignore_eos": fields.flag("ignore_eos"),
+        "include_stop_str_in_output": fields.flag("include_stop_str_in_output"),
+        "skip_special_tokens": fields.flag("skip_special_tokens", True),
+        "temperature": 1.0 if fields.raw("temperature") is None else fields.raw("temperature"),
+        "length_penalty": 1.0 if fields.raw("length_penalty") is None else fields.raw("length_penalty"),
+        "allowed_token_ids": fields.items("allowed_token_ids", int, "a list of token ids"),
+    }
+    return BeamSearchParams(beam_width=width, max_tokens=most, **values)
+
+
+async def beam_outputs(
+    engine: EngineFace, ids: Sequence[int], params: BeamSearchParams, *, logprobs: bool
+) -> AsyncIterator[Output]:
+    """One output per beam, best first."""
+    found = await engine.beam_search(list(ids), params)
+    for index, beam in enumerate(found.sequences):
+        tokens = tuple(beam.tokens[len(ids) :])
+        yield Output(
+            request_id="beam",
+            index=index,
+            text=beam.answer,
+            token_ids=tokens,
+            logprobs=tuple(beam.logprobs) if logprobs else None,
+            finish_reason=FinishReason(beam.finish_reason),
+            stop_reason=beam.stop_reason,
+            usage=Usage(prompt_tokens=len(ids), completion_tokens=len(tokens)),
+        )
