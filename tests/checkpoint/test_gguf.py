@@ -1,5 +1,6 @@
 """gguf.py: what a good file says, and that a bad one costs an error and nothing else."""
 
+import contextlib
 import struct
 import time
 
@@ -78,10 +79,8 @@ def test_damaged_headers_never_crash(good, tmp_path_factory, data):
     path.write_bytes(content)
     start = time.perf_counter()
 
-    try:
+    with contextlib.suppress(CheckpointError):
         GGUFFile(path)
-    except CheckpointError:
-        pass
 
     assert time.perf_counter() - start < 1
 

@@ -102,7 +102,7 @@ def test_broken_json_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     (tmp_path / "model.safetensors").write_bytes(b"")
 
-    with pytest.raises(CheckpointError, match="config.json: holds a list"):
+    with pytest.raises(CheckpointError, match=r"config\.json: holds a list"):
         resolve(str(tmp_path)).config()
 
 
@@ -261,7 +261,7 @@ def test_what_no_model_here_does_is_refused(tmp_path, architecture, facts, reaso
 
 
 def test_missing_sizes_are_named(tmp_path):
-    with pytest.raises(CheckpointError, match="llama.block_count"):
+    with pytest.raises(CheckpointError, match=r"llama\.block_count"):
         config_from_gguf(GGUFFile(write_model(tmp_path / "m.gguf", facts={"block_count": 0})))
 
 

@@ -38,7 +38,7 @@ def pieces(tokenizer, ids, prompt=(), **options):
 
 
 def test_characters_split_over_tokens_c01():
-    """(a): no half character in any piece; (b) the limit of 3 falls inside the chilli; (c) an accent; (d) a bad byte."""
+    """(a) no half character in any piece; (b) a limit of 3 inside the chilli; (c) an accent; (d) a bad byte."""
     assert pieces(TOK, [97, 240, 159, 140, 182, 195, 169, 46]) == ["a", "", "", "", "\U0001f336", "", "é", ".", ""]
     assert pieces(TOK, [97, 240, 159]) == ["a", "", "", "\ufffd"]
     assert pieces(TOK, [101, 204, 129]) == ["e", "", "\u0301", ""]

@@ -351,6 +351,22 @@ def test_tokenizer_files(tmp_path):
     assert tokenizer.encode("<new>") == [266] and 266 in tokenizer.special_ids
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, [120]),
+        ({"add_bos_token": True}, [259, 120]),
+        ({"add_bos_token": False, "add_eos_token": True}, [120, 260]),
+        ({"add_bos_token": None}, [120]),
+    ],
+)
+def test_bos_rules_of_tokenizer_config(tmp_path, flags, expected):
+    """As transformers: a flag given there replaces what tokenizer.json says."""
+    config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", **flags}
+
+    assert write_files(tmp_path, config=config).encode("x") == expected
+
+
 def test_named_templates(tmp_path):
     listed = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     tokenizer = write_files(tmp_path, config={"chat_template": listed, "model_max_length": 1e30})

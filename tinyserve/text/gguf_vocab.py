@@ -107,9 +107,8 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"tokenizer.ggml.model is {vocab.kind!r}; known kinds: gpt2, llama.")
     tokenizer.add_tokens(vocab.added(USER_DEFINED))
     tokenizer.add_special_tokens(vocab.added(CONTROL))
-    frame = vocab.frame()
-    if frame is not None:
-        tokenizer.post_processor = frame
+    if framed := vocab.frame():
+        tokenizer.post_processor = framed
     return tokenizer
 
 
@@ -169,12 +168,14 @@ class _Vocab:
         wants_bos = self.get("add_bos_token", self.kind == "llama" or CUTS[self.pre or "default"].bos)
         bos = self.token("bos") if wants_bos else None
         eos = self.token("eos") if self.get("add_eos_token", False) else None
-        if bos is None and eos is None:
-            return None
-        around = [bos[0] if bos else None, "$A", eos[0] if eos else None]
-        single = [part for part in around if part is not None]
-        pair = [*single, *("$B" if part == "$A" else part for part in single)]
-        return processors.TemplateProcessing(single, pair, [token for token in (bos, eos) if token])
+        return frame(bos, eos) if bos or eos else None
+
+
+def frame(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> processors.TemplateProcessing:
+    """A post-processor that puts BOS before and EOS behind a text. Args: text and id of each, or None for neither."""
+    single = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
+    pair = [*single, *("$B" if part == "$A" else part for part in single)]
+    return processors.TemplateProcessing(single, pair, [token for token in (bos, eos) if token])
 
 
 def _byte_level(vocab: _Vocab) -> Tokenizer:

@@ -28,6 +28,7 @@ MAX_CHARACTERS = 64 * 2**20
 MAX_REPEAT = 1 << 20
 MAX_EXPONENT = 64
 TICK = "_tinyserve_step"
+NOW = "strftime_now"
 
 
 class GenerationTag(Extension):
@@ -114,7 +115,7 @@ class Program:
         environment = ChatEnvironment()
         try:
             self.tree = environment.parse(text)
-            self.variables = frozenset(meta.find_undeclared_variables(self.tree))
+            self.variables = frozenset(meta.find_undeclared_variables(self.tree) - environment.globals.keys() - {NOW})
             self._template = environment.from_string(_counted(environment.parse(text)))
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             line = getattr(error, "lineno", None)
@@ -131,7 +132,7 @@ class Program:
             return (now or datetime.now()).strftime(layout)
 
         try:
-            return budget.collect(self._template.generate({**values, TICK: budget.step, "strftime_now": strftime_now}))
+            return budget.collect(self._template.generate({**values, TICK: budget.step, NOW: strftime_now}))
         except RequestError:
             raise
         except Exception as error:  # a template is a program: it may fail in any way that a program can

@@ -88,7 +88,9 @@ class Tokenizer:
         except Exception as error:  # the library raises a bare Exception
             raise CheckpointError(f"{path}: not readable as a tokenizer: {error}") from error
         facts = _facts_from_files(source)
-        _add_missing(backend, source.json("tokenizer_config.json") or {}, facts)
+        config = source.json("tokenizer_config.json") or {}
+        _add_missing(backend, config, facts)
+        _set_frame(backend, config, facts)
         return cls(backend, facts)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
@@ -318,3 +320,16 @@ def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], facts
     plain = [text for text in dict.fromkeys(names) if text not in known or not known[text].special]
     if plain:
         backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in plain])
+
+
+def _set_frame(backend: tokenizers.Tokenizer, config: Mapping[str, Any], facts: TokenizerFacts) -> None:
+    """Let add_bos_token / add_eos_token of tokenizer_config.json, where given, replace tokenizer.json's own frame."""
+    flags = {name: config.get(f"add_{name}_token") for name in ("bos", "eos")}
+    if not any(isinstance(flag, bool) for flag in flags.values()):
+        return
+    ends = []
+    for name, flag in flags.items():
+        text = facts.special_tokens.get(f"{name}_token")
+        index = backend.token_to_id(text) if flag is True and text else None
+        ends.append(None if index is None else (text, index))
+    backend.post_processor = gguf_vocab.frame(*ends)
