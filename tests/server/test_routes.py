@@ -152,6 +152,17 @@ def test_browsers_of_other_sites_need_an_allowed_origin(run):
     closed = run(call("OPTIONS", CHAT, headers=asked))
     opened = run(call("OPTIONS", CHAT, headers=asked, options={"allowed_origins": ["http://site"], "api_key": ["k"]}))
 
+    refusal = run(
+        call(
+            "POST",
+            CHAT,
+            json=HI,
+            headers={"Origin": "http://site"},
+            options={"allowed_origins": ["*"], "api_key": ["k"]},
+        )
+    )
+
+    assert refusal.status_code == 401 and refusal.headers["access-control-allow-origin"] == "*"
     assert "access-control-allow-origin" not in closed.headers
     assert opened.headers["access-control-allow-origin"] == "http://site"
 

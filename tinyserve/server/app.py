@@ -1,8 +1,9 @@
 """The ASGI app: routes, and around them what holds for every request.
 
-    Front: header limit, API key, request id, in-flight count, HTTP metrics, and an answer for every exception
-      CORS (only when origins are allowed)
-        Router -> one function per route: (request, service) -> response
+    Front: request id, in-flight count, HTTP metrics
+      CORS (only when origins are allowed; around the guard, so that browsers may read refusals too)
+        Guard: header limit, API key, an answer for every exception
+          Router -> one function per route: (request, service) -> response
 
 A route raises what is wrong; `describe` in errors.py says how that looks to the client.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -57,7 +58,7 @@ def create_app(service: Service) -> Front:
     for method, path, handler in ROUTES:
         methods.setdefault(path, {})[method] = handler
     routes = [Route(path, _Endpoint(service, path, found), methods=list(found)) for path, found in methods.items()]
-    app: Any = Router(routes, redirect_slashes=False)
+    app: Any = Guard(Router(routes, redirect_slashes=False), service.config.server.api_key)
     options = service.config.server
     if options.allowed_origins:
         app = CORSMiddleware(
@@ -91,7 +92,6 @@ class Front:
     def __init__(self, app: Any, service: Service) -> None:
         self._app = app
         self._service = service
-        self._keys = [_digest(key) for key in service.config.server.api_key]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -104,31 +104,10 @@ class Front:
         counted = _path(scope).startswith(GUARDED)
         self._service.inflight += counted
         try:
-            self._check(scope)
             await self._app(scope, receive, state.send)
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            failure = _of_router(error, scope) if isinstance(error, HTTPException) else describe(error)
-            if state.status is None:
-                await failure.response()(scope, receive, state.send)
         finally:
             self._service.inflight -= counted
             self._count(scope, state.status)
-
-    def _check(self, scope: Any) -> None:
-        headers = scope["headers"]
-        size = sum(len(name) + len(value) for name, value in headers)
-        if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
-            raise HeadersTooLarge(f"The headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed.")
-        if not self._keys or scope["method"] == "OPTIONS" or not _path(scope).startswith(GUARDED):
-            return
-        sent = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = sent.decode("latin-1").partition(" ")
-        digest = _digest(key.strip())
-        # every key is compared, and by digest, so that the time taken tells nothing about them
-        if scheme.lower() != "bearer" or not any([hmac.compare_digest(digest, known) for known in self._keys]):
-            raise Unauthorized("Incorrect or missing API key. Send the header 'Authorization: Bearer <key>'.")
 
     def _request_id(self, scope: Any) -> bytes | None:
         if not self._service.config.server.enable_request_id_headers:
@@ -140,6 +119,46 @@ class Front:
         route = scope.get("tinyserve.route", "none")
         if self._service.engine is not None and route not in _UNCOUNTED and status is not None:
             self._service.engine.metrics.http(route, scope["method"], status)
+
+
+class Guard:
+    """Refuses what no route should see, and turns whatever a route raises into an answer.
+
+    Args: keys: API keys; none means that everybody may ask.
+    """
+
+    def __init__(self, app: Any, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        state = _Answering(send, None)
+        try:
+            self._check(scope)
+            await self._app(scope, receive, state.send)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            failure = _of_router(error, scope) if isinstance(error, HTTPException) else describe(error)
+            if state.status is None:
+                await failure.response()(scope, receive, state.send)
+
+    def _check(self, scope: Any) -> None:
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
+            raise HeadersTooLarge(
+                f"There are {len(headers)} headers with {size} bytes; at most {MAX_HEADERS} with {MAX_HEADER_BYTES} "
+                "bytes are allowed."
+            )
+        if not self._keys or scope["method"] == "OPTIONS" or not _path(scope).startswith(GUARDED):
+            return
+        sent = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, key = sent.decode("latin-1").partition(" ")
+        digest = _digest(key.strip())
+        # every key is compared, and by digest, so that the time taken tells nothing about them
+        if scheme.lower() != "bearer" or not any([hmac.compare_digest(digest, known) for known in self._keys]):
+            raise Unauthorized("Incorrect or missing API key. Send the header 'Authorization: Bearer <key>'.")
 
 
 class _Answering:
