@@ -1,9 +1,9 @@
 """Stand-ins for the expensive parts, strict enough that what works with them works with the real ones.
 
 FakeRunner has the face of runner.Runner and simulates the device in integers: rows with their tokens and block tables,
-and in every cache block, for each position, *which prefix* was written there. The next token is a hash of the prefix as
-read through the block table, so a wrong, stale, missing or foreign block gives another token than `next_token`, the
-answer without any cache.
+and in every cache block, for each position, *which prefix* was written there, and by which step. The next token is a
+hash of the prefix as read through the block table, so a wrong, stale, missing or foreign block gives another token than
+`next_token`, the answer without any cache.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from attrs import define, field
 
 from tinyserve.kv.groups import KVGroup
-from tinyserve.step import SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs
+from tinyserve.step import SeqSlice, SliceOutput, StepInput, StepOutput, TableEdit, TokenLogprobs
 
 EMPTY = 0x9E3779B9
 
@@ -42,15 +42,23 @@ class FakeRow:
     prompt_len: int
     tokens: list[int]
     tables: list[list[int]]
-    next: int = 0  # no later step reads below its window or writes below it
+    next: int = 0  # first position that no launched step has computed
+    landed: int = 0  # first position that no landed step has computed
+    hit: int = -1  # positions below it came from the prefix cache; -1 before the first slice
 
 
-@define
+@define(eq=False)
 class FakeFlight:
-    """A landed step, awaitable like runner.Flight."""
+    """A launched step, awaitable like runner.Flight; it lands when its output is first looked at."""
 
     step_id: int
-    output: StepOutput
+    _output: StepOutput
+    _land: Callable[[], None]
+
+    @property
+    def output(self) -> StepOutput:
+        self._land()
+        return self._output
 
     def __await__(self):
         yield from asyncio.sleep(0).__await__()
@@ -82,9 +90,10 @@ class FakeRunner:
     rows: dict[int, FakeRow] = field(factory=dict)
     memory: list[dict] = field(init=False)
     steps: list[StepInput] = field(factory=list)
+    landed: int = 0  # id of the last landed step
 
     def __attrs_post_init__(self):
-        self.memory = [{} for _ in range(self.num_blocks)]  # per block: (group, offset) -> prefix value
+        self.memory = [{} for _ in range(self.num_blocks)]  # per block: offset -> (group, prefix value, step)
 
     def next_token(self, tokens: Sequence[int]) -> int:
         """The right next token of a prompt or partial answer, by definition."""
@@ -110,10 +119,18 @@ class FakeRunner:
         assert len({piece.slot for piece in step.slices}) == len(step.slices), "a row has two slices"
         for piece in step.slices:
             self._write(piece)
-        return FakeFlight(step.step_id, StepOutput(step.step_id, tuple(self._read(piece) for piece in step.slices)))
+        output = StepOutput(step.step_id, tuple(self._read(piece) for piece in step.slices))
+        ends = [(self.rows[piece.slot], self.rows[piece.slot].next) for piece in step.slices]
+        return FakeFlight(step.step_id, output, lambda: self._land(step.step_id, ends))
 
     def close(self) -> None:
         self.rows.clear()
+
+    def _land(self, step_id: int, ends: list[tuple[FakeRow, int]]) -> None:
+        assert self.landed <= step_id <= self.landed + len(self.steps), "flights land in order"
+        self.landed = step_id
+        for row, end in ends:
+            row.landed = max(row.landed, end)
 
     def _apply_differences(self, step: StepInput) -> None:
         for slot in step.closed:
@@ -123,8 +140,8 @@ class FakeRunner:
             assert 0 <= opening.slot < self.slots and opening.slot not in self.rows, f"row {opening.slot} is in use"
             assert 1 <= opening.prompt_len <= len(opening.tokens)
             self.rows[opening.slot] = FakeRow(opening.prompt_len, list(opening.tokens), [[] for _ in self.groups])
-        used = {piece.slot for piece in step.slices}
-        assert {opening.slot for opening in step.opened} <= used
+        used = {piece.slot: piece for piece in step.slices}
+        assert {opening.slot for opening in step.opened} <= set(used)
         seen = set()
         for edit in step.edits:
             assert edit.slot in used, f"the table of row {edit.slot}, which does nothing, changes"
@@ -133,7 +150,19 @@ class FakeRunner:
             places = {(edit.slot, edit.group, edit.start + i) for i in range(len(edit.blocks))}
             assert not places & seen, "two edits of one place: their order on the device is not defined"
             seen |= places
+            self._check_nulls(
+                edit, used[edit.slot].start if self.rows[edit.slot].hit < 0 else self.rows[edit.slot].landed
+            )
             table[edit.start : edit.start + len(edit.blocks)] = edit.blocks
+
+    def _check_nulls(self, edit: TableEdit, landed: int) -> None:
+        """Only what a window has passed, counted from landed positions, may be taken from a table."""
+        window = self.groups[edit.group].window
+        for index, block in enumerate(edit.blocks, edit.start):
+            if block == 0:
+                assert window is not None, f"{edit} takes a block from a full group"
+                last = (index + 1) * self.block_size - 1
+                assert last <= landed - window, f"{edit}: position {last} is still seen from {landed}"
 
     def _live(self, row: FakeRow, group: KVGroup) -> list[int]:
         """Blocks that this row may still read or write."""
@@ -143,8 +172,8 @@ class FakeRunner:
     def _write(self, piece: SeqSlice) -> None:
         """Put the prefix value of each computed position where the tables say."""
         row = self.rows[piece.slot]
-        if row.next == 0 and piece.start > 0:
-            row.next = piece.start  # positions of a prefix hit are not computed
+        if row.hit < 0:
+            row.hit = row.next = row.landed = piece.start  # positions of a prefix hit are not computed
         assert piece.count >= 1 and piece.start <= row.next, f"{piece} leaves a gap after position {row.next}"
         known = piece.end - len(piece.drafts)
         assert known <= len(row.tokens), f"{piece} needs tokens that nobody has sampled ({len(row.tokens)} exist)"
@@ -161,7 +190,7 @@ class FakeRunner:
                 block = table[position // self.block_size]
                 assert block != 0, f"{piece} writes to the null block"
                 assert block not in others, f"{piece} writes to block {block}, which another row uses"
-                self.memory[block][position % self.block_size] = (group.index, values[position])
+                self.memory[block][position % self.block_size] = (group.index, values[position], len(self.steps))
 
     def _read(self, piece: SeqSlice) -> SliceOutput:
         """Check all that the slice's queries see, then choose the next tokens from what stands in the cache."""
@@ -172,7 +201,9 @@ class FakeRunner:
             first = 0 if group.window is None else max(0, piece.start - group.window + 1)
             for position in range(first, piece.end):
                 found = self._at(row, group, position)
-                assert found == (group.index, values[position]), f"{piece} reads {found} at {position} of {group}"
+                assert found and found[:2] == (group.index, values[position]), f"{piece} reads {found} at {position}"
+                written = self.steps[found[2] - 1].step_id
+                assert position >= row.hit or written <= self.landed, f"{piece} hits what step {written} has not landed"
         row.next = piece.end - len(piece.drafts)
         prompt_logprobs = tuple(
             TokenLogprobs(row.tokens[p + 1], -float(p + 1), 1)
@@ -187,8 +218,8 @@ class FakeRunner:
         logprobs = tuple(TokenLogprobs(token, -1.0, 1) for token in accepted)
         return SliceOutput(piece.slot, accepted, logprobs, prompt_logprobs)
 
-    def _at(self, row: FakeRow, group: KVGroup, position: int) -> tuple[int, int] | None:
-        """(group, prefix value) that stands in the cache for `position` of a row."""
+    def _at(self, row: FakeRow, group: KVGroup, position: int) -> tuple[int, int, int] | None:
+        """(group, prefix value, number of the step) that stands in the cache for `position` of a row."""
         block = row.tables[group.index][position // self.block_size]
         return self.memory[block].get(position % self.block_size)
 

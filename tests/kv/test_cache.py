@@ -86,15 +86,47 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_chat():
 
 
 def test_a_block_is_named_only_when_its_positions_have_landed():
-    """8 tokens are planned, none computed: another sequence must find nothing."""
+    """12 tokens are planned; with 7 landed one block can be found, with 8 two."""
     cache = make()
-    kv, _ = admit(cache, tokens(9))
+    kv, _ = admit(cache, tokens(12))
+    fork = [*tokens(8), 77]
 
-    assert cached(cache, tokens(9)) == 0
-    cache.extend(kv, tokens(9), 7, 9)
-    assert cached(cache, tokens(9)) == 4
-    cache.extend(kv, tokens(9), 8, 9)
-    assert cached(cache, tokens(9)) == 8
+    for landed, hit in ((0, 0), (3, 0), (4, 4), (7, 4), (8, 8)):
+        cache.extend(kv, tokens(12), landed, 12)
+        assert len([name for name in kv.chain.names if cache._pool.find(0, name)]) * B == hit
+    assert cached(cache, fork) == 8
+
+
+def test_a_sequence_waits_while_another_computes_its_beginning():
+    """Both start with 8 equal tokens: the second asks again until they have landed, then finds them."""
+    cache = make()
+    first, _ = admit(cache, tokens(12))
+    kv, admission = admit(cache, [*tokens(8), 77, 78])
+
+    assert (admission.count, kv.tables, cache.num_free) == (0, [[]], 17)
+    cache.extend(first, tokens(12), 4, 12)
+    assert cache.admit(kv, [*tokens(8), 77, 78], 100).count == 0
+    cache.extend(first, tokens(12), 8, 12)
+    assert cache.admit(kv, [*tokens(8), 77, 78], 100).cached == 8
+    cache.check_integrity()
+
+
+def test_nobody_waits_for_a_sequence_that_was_released():
+    cache = make()
+    first, _ = admit(cache, tokens(12))
+    second, admission = admit(cache, tokens(12))
+    assert admission.count == 0
+
+    cache.release(first, tokens(12), 5)
+
+    assert cache.admit(second, tokens(12), 100).cached == 4
+
+
+def test_a_sequence_that_does_not_read_does_not_wait():
+    cache = make()
+    admit(cache, tokens(12))
+
+    assert admit(cache, tokens(12), reads=False)[1].count == 12
 
 
 def test_sharing_costs_no_blocks():
@@ -258,19 +290,22 @@ def test_groups_shorten_a_hit_until_all_agree():
         cache.release(run[0], tokens(17), 0)
 
 
-def test_distrusted_blocks_are_not_found_and_never_named():
-    cache = make(windows=(None, 5))
+@pytest.mark.parametrize("windows", [(None,), (None, 5), (5,)])
+def test_distrusted_blocks_are_not_found_and_never_named(windows):
+    """Also not later, when another sequence has named the blocks before them: 8 tokens, not 16."""
+    cache = make(windows=windows)
     kv, _ = admit(cache, tokens(17))
     cache.extend(kv, tokens(17), 8, 17)
-    assert cached(cache, tokens(17)) == 8
+    assert cached(cache, [*tokens(8), 77]) == 8
 
     cache.distrust(kv)
 
-    assert cached(cache, tokens(17)) == 0
+    assert cached(cache, [*tokens(8), 77]) == 0
     cache.extend(kv, tokens(17), 17, 17)
     cache.release(kv, tokens(17), 17)
     assert cached(cache, tokens(17)) == 0
-    cache.check_integrity()
+    run_through(cache, [*tokens(8), 77])
+    assert cached(cache, tokens(17)) == 8
 
 
 def test_the_longest_sequence_of_a_pool():

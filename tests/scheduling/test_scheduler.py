@@ -306,6 +306,38 @@ class TestPrefixHits:
 
         assert answers["b"].updates[0].cached_tokens == 16 and answers["b"].tokens == lab.right(made)
 
+    def test_equal_prompts_that_arrive_together_are_computed_once(self):
+        """n = 3: 20 + 4 + 4 prompt tokens instead of 60; the request behind them does not wait."""
+        lab = Lab(max_num_batched_tokens=100)
+        made = [lab.add(name, prompt=range(20), max_tokens=2) for name in "abc"] + [lab.add("d", max_tokens=2)]
+
+        assert shape(lab.plan()) == [(0, 0, 20, True), (1, 0, 5, True)]
+        lab.commit()
+        assert shape(lab.plan())[2:] == [(2, 16, 4, True), (3, 16, 4, True)]
+        lab.commit()
+        assert [lab.run()[one.id].tokens for one in made] == [lab.right(one) for one in made]
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_whoever_waits_for_an_aborted_prompt_computes_it(self, depth):
+        lab = Lab(depth=depth, max_num_batched_tokens=8)
+        lab.add("a", prompt=range(30), max_tokens=2)
+        made = lab.add("b", prompt=range(30), max_tokens=2)
+        lab.step()
+        lab.scheduler.finish("a", FinishReason.ABORT)
+        answer = lab.run()["b"]
+
+        assert answer.tokens == lab.right(made) and answer.updates[0].cached_tokens == 8 * depth
+
+    def test_blocks_in_flight_are_not_found(self):
+        """Depth 2: nothing of a's prompt has landed when b comes, so b waits, and what reads no cache computes all."""
+        lab = Lab(depth=2, max_num_batched_tokens=100)
+        lab.add("a", prompt=range(20), max_tokens=9)
+        lab.plan()
+        lab.add("b", prompt=range(20), max_tokens=1)
+        lab.add("c", prompt=range(20), max_tokens=1, prompt_logprobs=0)
+
+        assert shape(lab.plan()) == [(0, 20, 1, True), (1, 0, 20, True)]
+
     def test_a_follow_up_finds_prompt_and_answer(self):
         lab = Lab(max_num_batched_tokens=100)
         first = lab.add("a", prompt=10, max_tokens=7)
@@ -539,6 +571,17 @@ class TestBadNumbers:
         lab.add("next", prompt=(13, *range(17)), max_tokens=1)
 
         assert lab.run()["next"].updates[0].cached_tokens == 0
+
+    def test_also_when_only_the_step_after_the_end_is_bad(self):
+        """Depth 2: the step planned beyond the end token gives NaN when the answer has already been sent."""
+        device = scripted(5, EOS) | {"bad": lambda tokens: tokens[-1] == EOS}
+        lab = Lab(depth=2, device=device, max_num_batched_tokens=100)
+        lab.add("a", prompt=range(50, 68), max_tokens=9, eos={EOS})
+        answer = lab.run()["a"]
+        lab.add("b", prompt=range(50, 68), max_tokens=1)
+
+        assert answer.tokens == [5, EOS] and answer.reason is FinishReason.STOP
+        assert lab.run()["b"].updates[0].cached_tokens == 0
 
     def test_a_bad_first_token_of_a_chunked_prompt(self):
         lab = self.poisoned(2, at=0, max_num_batched_tokens=5)

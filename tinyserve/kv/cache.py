@@ -44,7 +44,10 @@ class TableChange(NamedTuple):
 
 @frozen
 class Admission:
-    """What `admit` reserved. cached: tokens that need no computing; count: tokens that may be computed now."""
+    """What `admit` reserved. cached: tokens that need no computing; count: tokens that may be computed now.
+
+    count 0: nothing is held, because the beginning is being computed for another sequence; ask again next step.
+    """
 
     cached: int
     count: int
@@ -61,13 +64,16 @@ class SequenceKV:
         named: blocks of each table that have been named.   left: per group, blocks given back by its window.
         due: value of `computed` at which there is something to name or to give back.
         trusted: whether its content may be shared.
+        owed: blocks of its chain that others may count on it to compute; from `named` on they are not done yet.
+        awaits: name of a block that another sequence was computing when this one asked.
     """
 
-    __slots__ = ("chain", "changes", "covered", "due", "left", "named", "tables", "trusted")
+    __slots__ = ("awaits", "chain", "changes", "covered", "due", "left", "named", "owed", "tables", "trusted")
 
     def __init__(self, chain: NameChain, groups: int) -> None:
         self.chain = chain
         self.trusted = True
+        self.awaits: bytes | None = None
         self.clear(groups)
 
     def clear(self, groups: int) -> None:
@@ -75,6 +81,7 @@ class SequenceKV:
         self.changes: list[TableChange] = []
         self.covered = 0
         self.named = 0
+        self.owed = 0
         self.left = [0] * groups
         self.due = 0
 
@@ -106,6 +113,7 @@ class KVCache:
         self._pool = BlockPool(num_blocks, len(groups), tier)
         self._windows = [(g.index, g.window) for g in self.groups if g.window is not None]
         self._holders: set[SequenceKV] = set()
+        self._promised: Counter[bytes] = Counter()  # names of prompt blocks that holders will compute
 
     @property
     def num_blocks(self) -> int:
@@ -146,11 +154,16 @@ class KVCache:
             spare: blocks that must stay free.   reads: whether a cached prefix may be used.
         Returns: None when it does not fit; nothing is held then.
         """
+        if kv.awaits in self._promised and reads:
+            return Admission(0, 0)
         known, size = len(tokens), self.block_size
         names: list[bytes] = []
         if reads and self._names_blocks:
             names = kv.chain.grow(tokens, (known - 1) // size)[: (known - 1) // size]
         hit = self._hit(names)
+        if hit < len(names) and names[hit] in self._promised:
+            kv.awaits = names[hit]
+            return Admission(0, 0)
         count = min(known - hit * size, most)
         if whole and count < known - hit * size:
             return None
@@ -164,6 +177,8 @@ class KVCache:
         if need > self._pool.num_free - spare:
             return None
         self._hold(kv, tables, hit, blocks)
+        kv.owed = len(names)
+        self._promised.update(names[hit:])
         return Admission(hit * size, count)
 
     def extend(self, kv: SequenceKV, tokens: Sequence[int], computed: int, end: int) -> bool:
@@ -189,6 +204,7 @@ class KVCache:
         if kv not in self._holders:
             return
         self._name(kv, tokens, computed)
+        self._keep_promises(kv.chain.names[kv.named : kv.owed])
         for column in zip(*map(reversed, kv.tables), strict=True):
             self._pool.free(column)
         kv.clear(len(self.groups))
@@ -225,9 +241,11 @@ class KVCache:
     def check_integrity(self) -> None:
         """Assert every invariant of tables, references, free list and index. For tests, and when idle."""
         uses: Counter[int] = Counter()
+        promised: Counter[bytes] = Counter()
         for kv in self._holders:
             lengths = {len(table) for table in kv.tables}
             assert lengths == {kv.covered // self.block_size}, f"tables of {lengths} blocks cover {kv.covered}"
+            promised.update(kv.chain.names[kv.named : kv.owed])
             for group, table in zip(self.groups, kv.tables, strict=True):
                 left = kv.left[group.index]
                 assert not any(table[:left]) and all(table[left:]), f"left {left} of group {group.index}: {table}"
@@ -237,6 +255,7 @@ class KVCache:
                     if block.name is not None:
                         assert block.group == group.index, f"{block} of group {block.group} in a table of {group}"
                         assert block.name == kv.chain.names[index], f"{block} has another content's name"
+        assert promised == self._promised, "promises that no holder will keep, or the reverse"
         self._pool.check_integrity(uses)
 
     def _most_held(self, group: KVGroup, step: int) -> int:
@@ -314,11 +333,19 @@ class KVCache:
         if not self._names_blocks or not kv.trusted or full <= kv.named:
             return
         names = kv.chain.grow(tokens, full)
+        self._keep_promises(names[kv.named : min(full, kv.owed)])
         for group, table in enumerate(kv.tables):
             for index in range(kv.named, full):
                 if table[index]:
                     self._pool.name(table[index], group, names[index])
         kv.named = full
+
+    def _keep_promises(self, names: Sequence[bytes]) -> None:
+        """Nobody need wait for these any more: they can be found now, or will not be computed."""
+        for name in names:
+            self._promised[name] -= 1
+            if not self._promised[name]:
+                del self._promised[name]
 
     def _plan_settling(self, kv: SequenceKV) -> None:
         size = self.block_size

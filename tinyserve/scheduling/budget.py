@@ -60,7 +60,6 @@ class StepDraft:
         seq.flights += 1
         if samples:
             seq.in_flight += 1
-            seq.drafting = bool(drafts)
         if seq.kv.changes:
             self.edits += [TableEdit(slot, group, at, blocks) for group, at, blocks in seq.kv.changes]
             seq.kv.changes = []

@@ -65,32 +65,20 @@ class WaitingQueue:
         self.prompt_tokens += len(seq.request.prompt_ids)
 
 
-class RunningList:
+class RunningList(list[Sequence]):
     """Sequences with a row and blocks, in the order in which they get their share of a step."""
 
     def __init__(self, by_priority: bool) -> None:
+        super().__init__()
         self._by_priority = by_priority
-        self._running: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._running)
-
-    def __getitem__(self, index: int) -> Sequence:
-        return self._running[index]
 
     def add(self, seq: Sequence) -> None:
         """By priority and arrival, or at the end."""
         if self._by_priority:
-            insort(self._running, seq, key=_rank)
+            insort(self, seq, key=_rank)
         else:
-            self._running.append(seq)
-
-    def remove(self, seq: Sequence) -> None:
-        self._running.remove(seq)
+            self.append(seq)
 
     def victim(self) -> Sequence:
         """The one that gives up its blocks first: the last admitted, or the largest (priority, arrival)."""
-        return self._running[-1]
+        return self[-1]

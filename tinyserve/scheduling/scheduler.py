@@ -17,11 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from attrs import frozen
-
 from ..errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError
 from ..grammar.matcher import Constraint, unconstrained
-from ..kv.cache import KVCache
+from ..kv.cache import Admission, KVCache
 from ..lora.adapters import Adapters, NoAdapters
 from ..request import FinishReason, Request
 from ..speculative.drafter import Drafter, NoDrafts
@@ -30,41 +28,7 @@ from .budget import Options, StepDraft
 from .preempt import Tenants
 from .queue import WaitingQueue
 from .sequence import Sequence, State
-
-
-class Update(NamedTuple):
-    """What one step added to one request.
-
-    Attributes:
-        token_ids: new tokens, the end token included; () for an error, and for max_tokens = 0.
-        logprobs: one per new token, None when not asked.
-        prompt_logprobs: with the first update, when asked: one per prompt token, None where nothing was computed.
-        finish_reason, stop_reason: set on the last update; stop_reason is the stop id, None for the tokenizer's EOS.
-        cached_tokens: prompt tokens that the first admission found in the prefix cache.
-        error: what went wrong when finish_reason is ERROR.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    finish_reason: FinishReason | None
-    stop_reason: int | None
-    cached_tokens: int
-    error: Exception | None
-
-
-@frozen(kw_only=True)
-class SchedulerStats:
-    """Numbers of the moment (running, waiting, kv_usage 0..1) and totals since the start (the rest)."""
-
-    running: int
-    waiting: int
-    kv_usage: float
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    numerics_errors: int
+from .update import SchedulerStats, Update
 
 
 class _Flown(NamedTuple):
@@ -258,9 +222,11 @@ class Scheduler:
         while index < len(running) and step.left > 0:
             seq = running[index]
             index += 1
-            count = min(seq.to_compute(), step.room())
+            count = seq.to_compute()
             if count <= 0:
                 continue
+            if count > 1:
+                count = min(count, step.room())
             drafts = ()
             if count == 1 and not seq.in_flight:
                 room = min(step.left, seq.ends.limit - len(seq.tokens)) - 1
@@ -278,7 +244,11 @@ class Scheduler:
         return enough
 
     def _admit_waiting(self, step: StepDraft) -> None:
-        """Start waiting requests in order until budget, rows or blocks end; those not ready are passed, not moved."""
+        """Start waiting requests in order until budget, rows or blocks end.
+
+        Passed, but not moved: those whose grammar is not compiled or whose adapter has no place now, and those whose
+        beginning is being computed for another (n answers to one prompt compute it once).
+        """
         waiting, tenants, options = self._waiting, self._tenants, self._options
         index = 0
         while index < len(waiting) and step.left > 0:
@@ -288,8 +258,10 @@ class Scheduler:
             if not seq.constraint.ready or not self._adapter_fits(seq):
                 index += 1
                 continue
-            if not self._admit(seq, step):
+            admission = self._admit(seq, step)
+            if admission is None:
                 return
+            index += not admission.count
 
     def _adapter_fits(self, seq: Sequence) -> bool:
         if seq.request.adapter is None:
@@ -297,8 +269,8 @@ class Scheduler:
         active = {other.request.adapter for other in self._tenants.running} - {None}
         return self._adapters.fits(seq.request.adapter, active)
 
-    def _admit(self, seq: Sequence, step: StepDraft) -> bool:
-        """Reserve, open a row and plan the first chunk; False when the cache or the budget has no room for it."""
+    def _admit(self, seq: Sequence, step: StepDraft) -> Admission | None:
+        """Reserve, open a row and plan the first chunk; None when the cache or the budget has no room for it."""
         options = self._options
         whole = not options.enable_chunked_prefill
         admission = self._cache.admit(
@@ -310,8 +282,8 @@ class Scheduler:
             spare=int(options.watermark * self._cache.num_blocks) if len(self._tenants.running) else 0,
             reads=seq.reads_cache,
         )
-        if admission is None:
-            return False
+        if admission is None or not admission.count:
+            return admission
         if seq.cached is None:
             seq.cached = admission.cached
             self._prefix_queries += len(seq.tokens)
@@ -322,7 +294,7 @@ class Scheduler:
         prompt_len, params = len(seq.request.prompt_ids), RowParams.of(seq.request)
         step.opened.append(SlotOpening(seq.slot, prompt_len, tuple(seq.tokens), params))
         step.add(seq, admission.count)
-        return True
+        return admission
 
     def _book(self, seq: Sequence, piece: SeqSlice, given: SliceOutput) -> Update | None:
         """Move the counters over a landed slice and take its tokens, up to one that ends the sequence."""
@@ -335,7 +307,6 @@ class Scheduler:
         new = given.tokens
         if piece.drafts:
             seq.scheduled = piece.end - len(piece.drafts) + len(new) - 1  # rejected drafts are computed over
-            seq.drafting = False
             seq.computed = seq.scheduled
         else:
             seq.computed = piece.end

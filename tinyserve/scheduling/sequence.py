@@ -64,7 +64,6 @@ class Sequence:
         tokens: known ones, prompt first; they survive a preemption.
         computed, scheduled: positions, see the drawing above.
         in_flight: tokens sampled by flights that have not been committed.   flights: those that cover this sequence.
-        drafting: a flight carries drafts, so how many tokens it gives is unknown and nothing may be planned on it.
         slot: row on the device; None when it holds neither a row nor blocks.
         cached: tokens that the first admission found in the prefix cache, None before it.
         prompt_logprobs: by position of the prompt, None when not asked or already delivered.
@@ -75,7 +74,6 @@ class Sequence:
         "cached",
         "computed",
         "constraint",
-        "drafting",
         "ends",
         "flights",
         "in_flight",
@@ -97,7 +95,6 @@ class Sequence:
         self.tokens = list(request.prompt_ids)
         self.computed = self.scheduled = 0
         self.in_flight = self.flights = 0
-        self.drafting = False
         self.slot: int | None = None
         self.state = State.WAITING
         self.cached: int | None = None
@@ -112,20 +109,22 @@ class Sequence:
         return self.request.reads_cache and self.prompt_logprobs is None
 
     def to_compute(self) -> int:
-        """Positions that may be planned now: 0 when all are, or when the tokens in flight already reach the limit."""
+        """Positions that may be planned now; none (<= 0) when all are, or when tokens in flight reach the limit.
+
+        With drafts in flight, `scheduled` is beyond what is certain, so nothing is planned until they are judged.
+        """
         total = len(self.tokens) + self.in_flight
-        return 0 if self.drafting or total >= self.ends.limit else total - self.scheduled
+        return total - self.scheduled if total < self.ends.limit else 0
 
     def forget_progress(self) -> None:
         """Nothing of it is in the cache any more; everything known must be computed again."""
         self.computed = self.scheduled = 0
-        self.drafting = False
 
     def check_integrity(self) -> None:
         """Assert the order of the counters."""
         known = len(self.tokens)
         assert 0 <= self.computed <= self.scheduled, self
-        assert self.drafting or self.scheduled <= known + self.in_flight, self
+        assert self.flights or self.scheduled <= known, self
         assert 0 <= self.in_flight <= self.flights and self.computed <= known <= self.ends.limit, self
         assert (self.computed == self.scheduled) or self.flights, self
 

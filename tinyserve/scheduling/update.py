@@ -1,0 +1,48 @@
+"""What the scheduler reports: to the streams after each step, to the metrics whenever asked.
+
+Before: step.py.  After: scheduler.py (makes them), engine/streams.py, telemetry.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attrs import frozen
+
+from ..request import FinishReason
+from ..step import TokenLogprobs
+
+
+class Update(NamedTuple):
+    """What one step added to one request.
+
+    Attributes:
+        token_ids: new tokens, the end token included; () for an error, and for max_tokens = 0.
+        logprobs: one per new token, None when not asked.
+        prompt_logprobs: with the first update, when asked: one per prompt token, None where nothing was computed.
+        finish_reason, stop_reason: set on the last update; stop_reason is the stop id, None for the tokenizer's EOS.
+        cached_tokens: prompt tokens that the first admission found in the prefix cache.
+        error: what went wrong when finish_reason is ERROR.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+    cached_tokens: int
+    error: Exception | None
+
+
+@frozen(kw_only=True)
+class SchedulerStats:
+    """Numbers of the moment (running, waiting, kv_usage 0..1) and totals since the start (the rest)."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    numerics_errors: int
