@@ -5,21 +5,16 @@
 """
 
 import asyncio
-import json
 import math
 import random
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
-from tinyserve.text.tokenizer import Tokenizer
 from tokenizers import processors
 
 from tests.scripted import byte_tokenizer
-from tinyserve.checkpoint.source import Source
 from tinyserve.config import build
 from tinyserve.engine.assemble import Machine
 from tinyserve.engine.engine import Engine
@@ -29,6 +24,7 @@ from tinyserve.kv.groups import KVGroup
 from tinyserve.runner.flight import Flight
 from tinyserve.scheduling.scheduler import Scheduler
 from tinyserve.step import SliceOutput, StepOutput, TokenLogprobs
+from tinyserve.text.tokenizer import Tokenizer, TokenizerFacts
 
 VOCAB, EOS, EOT, CONTEXT = 320, 260, 261, 256
 
@@ -50,7 +46,7 @@ def letters(tokens, prompt_len):
 
 
 class ToyRunner:
-    """Runs steps on one thread. seconds: of a step; fail_at: step number at which it raises; gate: closed = steps wait."""
+    """Runs steps on one thread. seconds: of a step; fail_at: step that raises; gate: while not set, steps wait."""
 
     def __init__(self, rule, *, seconds=0.0, fail_at=None, bad=()):
         self.rule, self.seconds, self.fail_at, self.bad = rule, seconds, fail_at, set(bad)
@@ -114,14 +110,10 @@ class ToyRunner:
 @cache
 def tokenizer(add_bos=False):
     """The byte tokenizer of the fixtures, as the engine sees tokenizers."""
-    with tempfile.TemporaryDirectory() as folder:
-        raw = byte_tokenizer()
-        if add_bos:
-            raw.post_processor = processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 259)])
-        raw.save(f"{folder}/tokenizer.json")
-        names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "add_bos_token": add_bos}
-        Path(folder, "tokenizer_config.json").write_text(json.dumps(names))
-        return Tokenizer.load(Source("toy", "folder", Path(folder)))
+    raw = byte_tokenizer()
+    if add_bos:
+        raw.post_processor = processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 259)])
+    return Tokenizer(raw, TokenizerFacts(special_tokens={"bos_token": "<|bos|>", "eos_token": "<|eos|>"}))
 
 
 def make_parts(**changes):

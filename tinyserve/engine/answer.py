@@ -26,7 +26,7 @@ from .logprobs import TokenTexts, named, named_prompt
 
 @define
 class Timing:
-    """When things happened to one answer; vLLM's names. `_ts` are time.monotonic() seconds, arrival_time is wall clock."""
+    """When things happened to one answer; vLLM's names. `_ts`: time.monotonic() seconds; arrival_time: wall clock."""
 
     arrival_time: float
     queued_ts: float

@@ -15,7 +15,8 @@ Before: intake.py, fanout.py.  After: engine.py and llm.py (beam_search).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from attrs import evolve, frozen
@@ -32,7 +33,7 @@ class Front(Protocol):
     intake: Intake
     tokenizer: Any
 
-    def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncIterator[Output]:
+    def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncGenerator[Output, None]:
         """Queue a prepared call and yield its outputs."""
         ...
 
@@ -95,11 +96,12 @@ async def _next_tokens(
 
     async def ask(beam: Beam) -> Mapping[int, Logprob]:
         tokens = (*request.prompt_ids, *beam.tokens)
-        async for output in engine.outputs(engine.intake.beam_step(tokens, one_token, request)):
-            if output.error is not None:
-                raise output.error
-            if output.logprobs:
-                return output.logprobs[0]
+        async with aclosing(engine.outputs(engine.intake.beam_step(tokens, one_token, request))) as outputs:
+            async for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                if output.logprobs:
+                    return output.logprobs[0]
         raise asyncio.CancelledError("the beam's request was aborted")
 
     tasks = [asyncio.ensure_future(ask(beam)) for beam in live]

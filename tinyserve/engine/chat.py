@@ -8,6 +8,7 @@ Before: text/template.py, intake.py (the threads, the limits).  After: engine.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from attrs import frozen
@@ -24,7 +25,7 @@ class ChatOptions:
 
     Args:
         tools, documents: handed to the template.
-        add_generation_prompt: end with the beginning of an answer.
+        add_generation_prompt: end with the beginning of an answer; None: unless the last message is continued.
         continue_final_message: end inside the last message, which the model then continues.
         chat_template: another template than the model's.
         add_special_tokens: let the tokenizer add BOS as well; for templates that do not.
@@ -33,7 +34,7 @@ class ChatOptions:
 
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: str | None = None
     add_special_tokens: bool = False
@@ -46,11 +47,13 @@ class Chat:
     def __init__(self, parts: Parts, intake: Intake) -> None:
         self._template: ChatTemplate | None = parts.template
         self._intake = intake
+        special = parts.tokenizer.facts.special_tokens
+        self._compile = lru_cache(8)(lambda text: ChatTemplate(text, special_tokens=special))
 
     def template(self, options: ChatOptions) -> ChatTemplate:
         """The template to use. Raises: RequestError: the model has none and the call brings none."""
         if options.chat_template is not None:
-            return self._template_from(options.chat_template)
+            return self._compile(options.chat_template)
         if self._template is None:
             raise RequestError(
                 "This model has no chat template: give one (--chat-template, or chat_template=...), or send a prompt.",

@@ -19,7 +19,7 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -174,7 +174,7 @@ class Engine:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         stream_interval: int | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """Answer a prompt; yields pieces as they are made. Leaving the iterator early aborts the request.
 
         Args:
@@ -198,10 +198,11 @@ class Engine:
             add_special_tokens=add_special_tokens,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )
-        async for output in self.outputs(await self.intake.prepare(call), stream_interval):
-            yield output
+        async with contextlib.aclosing(self.outputs(await self.intake.prepare(call), stream_interval)) as outputs:
+            async for output in outputs:
+                yield output
 
-    async def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncIterator[Output]:
+    async def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncGenerator[Output, None]:
         """Queue a prepared call and yield its outputs; see `generate`."""
         stream = self._submit(prepared, stream_interval or self.config.scheduler.stream_interval)
         try:
@@ -263,7 +264,7 @@ class Engine:
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text of any length, made off the loop."""
-        return await self.intake.off_loop(lambda: self.intake.encode(text, add_special_tokens=add_special_tokens))
+        return await self.intake.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a conversation: template, then tokenizer, off the loop; see Chat.render for the options.
@@ -291,8 +292,8 @@ class Engine:
     async def pause(self, mode: str = "abort") -> None:
         """Stop computing; returns once no step is under way.
 
-        Args: mode: "abort" ends what runs; "wait" lets it finish; "keep" freezes it, and new requests queue up. With the
-            first two, new requests are refused (Overloaded) until `resume`.
+        Args: mode: "abort" ends what runs; "wait" lets it finish; "keep" freezes it, and new requests queue up. With
+            the first two, new requests are refused (Overloaded) until `resume`.
         """
         if mode not in ("abort", "wait", "keep"):
             raise RequestError(f"mode must be abort, wait or keep, got {mode!r}.", param="mode")

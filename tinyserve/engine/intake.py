@@ -118,30 +118,12 @@ class Intake:
         )
         return Prepared(name, (request,))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
-        """Ids of `text`; a text that already starts with the beginning-of-text token gets no second one.
-
-        Args: limit: stop soon after so many tokens.
-        """
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(f"The text is not valid Unicode: {error.reason}.", param="prompt") from None
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
-        bos = self._tokenizer.bos_id
-        if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
-            written = self._tokenizer.token_text(bos)
-            if text.startswith(written) and not text.startswith(written * 2):
-                return ids[1:]
-        return ids
-
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a prompt that leaves room for an answer. Raises: ContextLengthExceeded."""
-        limit = self.rules.max_model_len + 1
-        ids = self.encode(text, add_special_tokens=add_special_tokens, limit=limit)
-        if len(ids) >= self.rules.max_model_len:
-            raise ContextLengthExceeded(len(ids), self.rules.max_model_len, at_least=len(ids) >= limit)
+        limit = self.rules.max_model_len
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+        if len(ids) >= limit:
+            raise ContextLengthExceeded(len(ids), limit, at_least=len(ids) > limit)
         return ids
 
     def _prepare(self, call: Call, number: int, seed: int, arrival: float) -> Prepared:
@@ -190,7 +172,7 @@ class Intake:
         elif prompt is not None and cut is None:
             ids = self.encode_prompt(prompt, add_special_tokens=call.add_special_tokens)
         elif prompt is not None:
-            ids = self.encode(prompt, add_special_tokens=call.add_special_tokens)
+            ids = self._tokenizer.encode(prompt, add_special_tokens=call.add_special_tokens)
         else:
             raise RequestError("A prompt needs a text or token ids.", param="prompt")
         return ids if cut is None else ids[len(ids) - min(cut, len(ids)) :], prompt, salt
@@ -244,8 +226,8 @@ class Intake:
         """Token sequences of words: as the word stands, and as it stands after a space if that is another token."""
         found: list[tuple[int, ...]] = []
         for word in words:
-            bare = tuple(self.encode(word.lstrip() or word, add_special_tokens=False))
-            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            bare = tuple(self._tokenizer.encode(word.lstrip() or word, add_special_tokens=False))
+            spaced = tuple(self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
             found.append(bare)
             if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
                 found.append(spaced)

@@ -168,7 +168,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The best beams of each prompt. concurrency_limit: prompts that are searched at the same time, None for all."""
+        """The best beams of each prompt. concurrency_limit: prompts searched at the same time, None for all."""
         _refuse(lora_request=lora_request)
         work = _search_all(self.engine, prompt_list(prompts), params, concurrency_limit, use_tqdm)
         return self._background.run(work)

@@ -59,7 +59,9 @@ class TokenTexts:
         data = self._tokenizer.token_bytes(token)
         text, open_bytes = _read(data)
         if self._open and "\ufffd" in text:  # perhaps it continues the open character
-            text, open_bytes = _read(self._open + data)
+            continued, still_open = _read(self._open + data)
+            if "\ufffd" not in continued:
+                text, open_bytes = continued, still_open
         return "" if open_bytes and not text else text
 
 

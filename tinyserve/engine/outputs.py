@@ -8,7 +8,8 @@ Before: request.py (Output).  After: llm.py, and whoever reads the results.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from attrs import define, field
@@ -91,19 +92,21 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-async def collect(outputs: AsyncIterator[Output], result: RequestOutput, count: int) -> RequestOutput:
+async def collect(outputs: AsyncGenerator[Output, None], result: RequestOutput, count: int) -> RequestOutput:
     """Read `outputs` to their end and add them up in `result`, which gets `count` answers.
 
     Raises: the error of an answer that failed.
     """
     result.outputs = [CompletionOutput(index) for index in range(count)]
-    async for output in outputs:
-        if output.error is not None:
-            raise output.error
-        result.outputs[output.index].add(output)
-        if output.prompt_logprobs is not None:
-            result.prompt_logprobs = list(output.prompt_logprobs)
-        result.num_cached_tokens = output.usage.cached_tokens if output.index == 0 else result.num_cached_tokens
-        result.metrics = output.metrics or result.metrics
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.error is not None:
+                raise output.error
+            result.outputs[output.index].add(output)
+            if output.prompt_logprobs is not None and output.index == 0:
+                result.prompt_logprobs = list(output.prompt_logprobs)
+            if output.index == 0:
+                result.num_cached_tokens = output.usage.cached_tokens
+            result.metrics = output.metrics or result.metrics
     result.finished = all(answer.finished() for answer in result.outputs)
     return result

@@ -18,7 +18,7 @@ from typing import Any
 from attrs import define, field
 
 from ..config import EngineConfig, hub_offline, prepare_cpu_environment
-from ..errors import ConfigError
+from ..errors import ConfigError, RequestError
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         from ..device import Device
         from ..models.config import choose_dtype
         from ..models.registry import load_model
+        from ..text.generation import GenerationDefaults
         from ..text.tokenizer import Tokenizer
 
         device = Device.pick(config.model.device)
@@ -90,8 +91,13 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         words = source if named is None else _resolve(config, named)
     with phases("tokenizer"):
         tokenizer = Tokenizer.load(words)
-        template = _template(config, words, tokenizer)
-        defaults = _generation(config, source)
+        template = _template(config, tokenizer)
+        defaults = GenerationDefaults.load(
+            source,
+            tokenizer,
+            generation_config=config.model.generation_config,
+            overrides=config.model.override_generation_config,
+        )
     with phases("weights"), _bar(config.load.use_tqdm_on_load) as progress:
         model = load_model(
             source,
@@ -102,16 +108,16 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             seed=config.model.seed,
             progress=progress,
         )
-    eos = frozenset(() if tokenizer.eos_id is None else (tokenizer.eos_id,))
+    limit = {} if defaults.max_new_tokens is None else {"max_tokens": defaults.max_new_tokens}
     return Parts(
         model=model,
         tokenizer=tokenizer,
         template=template,
         served_names=config.model.served_model_name or (config.model.model,),
         max_model_len=context(config.model.max_model_len, model.config.max_model_len, tokenizer.model_max_length),
-        eos_ids=eos,
-        extra_eos_ids=frozenset((*model.config.eos_ids, *defaults.eos_ids)) - eos,
-        default_sampling={**defaults.sampling, **config.model.override_generation_config},
+        eos_ids=defaults.eos_ids,
+        extra_eos_ids=defaults.extra_eos_ids,
+        default_sampling={**defaults.sampling, **limit},
         device=device,
         weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         dtype=choose_dtype(config.model.dtype, model.config, device.torch),
@@ -128,8 +134,8 @@ def context(asked: int | None, promised: int, tokenizer_limit: int | None) -> in
         return longest
     if asked > promised:
         raise ConfigError(
-            f"--max-model-len {asked} is more than the {promised} tokens that the model was made for; its answers would "
-            f"be noise. Use at most {promised}, or change the model's length with --hf-overrides if you know better."
+            f"--max-model-len {asked} is more than the {promised} tokens that the model was made for; its answers "
+            f"would be noise. Use at most {promised}, or change the model's length with --hf-overrides."
         )
     return asked
 
@@ -153,29 +159,33 @@ def _overrides(config: EngineConfig) -> Mapping[str, Any]:
     return {**(_resolve(config, path).config() if path else {}), **config.model.hf_overrides}
 
 
-def _generation(config: EngineConfig, source: Any) -> Any:
-    """text/generation.GenerationDefaults; "vllm" keeps the end ids and drops the sampling values."""
-    from attrs import evolve
+def _template(config: EngineConfig, tokenizer: Any) -> Any:
+    """The chat template: the user's (a file or the text itself), else the model's, else None.
 
-    from ..text.generation import GenerationDefaults
-
-    chosen = config.model.generation_config
-    defaults = GenerationDefaults.load(source if chosen in ("auto", "vllm") else _resolve(config, chosen))
-    return evolve(defaults, sampling={}) if chosen == "vllm" else defaults
-
-
-def _template(config: EngineConfig, source: Any, tokenizer: Any) -> Any:
-    """The chat template: the user's (a file or the text itself), else the model's, else None."""
+    A model whose own template cannot be used still completes texts; a template that the user named must work.
+    """
     from ..text.template import ChatTemplate
 
     asked = config.server.chat_template
+    text = tokenizer.chat_template if asked is None else asked
     if asked is not None and "{" not in asked:
         path = Path(asked)
         if not path.is_file():
             raise ConfigError(f"--chat-template {asked}: no such file, and not a template either.")
-        asked = path.read_text("utf-8")
-    text = asked or tokenizer.chat_template
-    return None if text is None else ChatTemplate(text, tokenizer)
+        text = path.read_text("utf-8")
+    if text is None:
+        return None
+    try:
+        return ChatTemplate(
+            text,
+            special_tokens=tokenizer.facts.special_tokens,
+            content_format=config.server.chat_template_content_format,
+        )
+    except RequestError as error:
+        if asked is not None:
+            raise ConfigError(f"--chat-template: {error}") from error
+        _log.warning("the model's chat template cannot be used, so chat is off: %s", error)
+        return None
 
 
 @contextmanager

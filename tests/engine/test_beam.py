@@ -1,0 +1,120 @@
+"""beam.py against brute force: every continuation of a tiny model is scored, and the beams must be the best ones."""
+
+import asyncio
+import itertools
+import math
+import random
+
+import pytest
+
+from tinyserve.errors import ContextLengthExceeded, RequestError
+from tinyserve.request import BeamSearchParams
+
+from .toy import EOS, assert_idle, settle, start
+
+ALPHABET = [*range(97, 101), EOS]  # four letters and the end token
+PROMPT = "xy"
+
+
+def tiny(tokens, _prompt_len):
+    """A model of five tokens whose probabilities depend on everything before."""
+    weights = [random.Random(hash((tuple(tokens), token))).random() + 0.05 for token in ALPHABET]
+    total = sum(weights)
+    return {token: math.log(weight / total) for token, weight in zip(ALPHABET, weights, strict=True)}
+
+
+def brute_force(length, *, penalty=1.0, ignore_eos=False):
+    """(score, new tokens) of every ended or full-length continuation, best first."""
+    found = {}
+    for tokens in itertools.product(ALPHABET, repeat=length):
+        if not ignore_eos and EOS in tokens:
+            tokens = tokens[: tokens.index(EOS) + 1]
+        total, before = 0.0, [*PROMPT.encode()]
+        for token in tokens:
+            total += tiny(before, 2)[token]
+            before.append(token)
+        found[tokens] = total / len(tokens) ** penalty
+    return sorted(((score, tokens) for tokens, score in found.items()), reverse=True)
+
+
+def search(prompt=PROMPT, **params):
+    async def work():
+        engine = await start(tiny)
+        try:
+            return (await engine.beam_search(prompt, BeamSearchParams(**params))).sequences
+        finally:
+            await settle(engine)
+            assert_idle(engine)
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_beam_as_wide_as_the_tree_finds_the_best_answers(penalty, ignore_eos):
+    """Width 125 over 5^3 continuations misses none: the order is that of brute force."""
+    beams = search(beam_width=125, max_tokens=3, length_penalty=penalty, ignore_eos=ignore_eos)
+
+    best = brute_force(3, penalty=penalty, ignore_eos=ignore_eos)[: len(beams)]
+    assert [tuple(beam.tokens[2:]) for beam in beams] == [tokens for _, tokens in best]
+    for beam, (score, tokens) in zip(beams, best, strict=True):
+        assert beam.cum_logprob / len(tokens) ** penalty == pytest.approx(score)
+        assert beam.finish_reason == ("stop" if EOS in tokens and not ignore_eos else "length")
+
+
+def test_a_narrow_beam_keeps_the_best_of_each_step():
+    """Width 2, three steps, by the definition: the two best live ones of 2 x 4 candidates each step."""
+    live, completed = [((), 0.0)], []
+    for _ in range(3):
+        grown = []
+        for tokens, total in live:
+            scores = sorted(tiny([*PROMPT.encode(), *tokens], 2).items(), key=lambda pair: -pair[1])[:4]
+            grown += [((*tokens, token), total + score) for token, score in scores]
+        completed += [one for one in grown if one[0][-1] == EOS]
+        live = sorted((one for one in grown if one[0][-1] != EOS), key=lambda one: -one[1])[:2]
+    expected = sorted([*completed, *live], key=lambda one: -one[1] / len(one[0]))[:2]
+
+    beams = search(beam_width=2, max_tokens=3)
+
+    assert [tuple(beam.tokens[2:]) for beam in beams] == [tokens for tokens, _ in expected]
+    assert [len(beam.logprobs) for beam in beams] == [len(tokens) for tokens, _ in expected]
+
+
+def test_texts_leave_the_end_token_out_unless_asked():
+    ended = next(beam for beam in search(beam_width=125, max_tokens=3) if beam.finish_reason == "stop")
+    letters = bytes(ended.tokens[2:-1]).decode()
+    assert (ended.text, ended.answer) == (PROMPT + letters, letters)
+
+    shown = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    found = next(beam for beam in search(beam_width=125, max_tokens=3, **shown) if beam.tokens == ended.tokens)
+    assert found.answer == letters + "<|eos|>"
+
+
+def test_only_allowed_tokens_are_followed():
+    """Raw log-probabilities do not know the mask, so the search has to: with two allowed ids, 2^3 answers exist."""
+    beams = search(beam_width=8, max_tokens=3, allowed_token_ids=[97, 100])
+
+    assert len(beams) == 8 and all(set(beam.tokens[2:]) <= {97, 100} for beam in beams)
+
+
+def test_a_bad_prompt_is_refused_before_anything_runs():
+    with pytest.raises(ContextLengthExceeded):
+        search("x" * 300, beam_width=2, max_tokens=3)
+    with pytest.raises(RequestError):
+        search([5000], beam_width=2, max_tokens=3)
+
+
+def test_a_cancelled_search_ends_its_requests():
+    async def work():
+        engine = await start(tiny)
+        task = asyncio.ensure_future(engine.beam_search(PROMPT, BeamSearchParams(beam_width=8, max_tokens=200)))
+        await asyncio.sleep(0.03)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await settle(engine)
+        assert_idle(engine)
+        await engine.close()
+
+    asyncio.run(work())

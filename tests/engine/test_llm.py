@@ -1,0 +1,229 @@
+"""llm.py: vLLM's arguments in, vLLM's result objects out; a thread and a loop of its own underneath."""
+
+import asyncio
+import gc
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+
+from tinyserve.engine.engine import Engine
+from tinyserve.engine.llm import LLM, prompt_list
+from tinyserve.errors import ConfigError, ContextLengthExceeded, EngineDead, RequestError, TinyserveError
+from tinyserve.request import BeamSearchParams, SamplingParams
+from tinyserve.text.template import ChatTemplate
+
+from .toy import EOS, ToyRunner, letters, machine, make_parts, script, tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def make(rule=letters, *, runner=None, **options):
+    parts = make_parts(template=ChatTemplate(TEMPLATE), default_sampling={"temperature": 0.0})
+    _, made = machine(rule, runner=runner, **options)
+    return LLM("toy", parts=parts, machine=made)
+
+
+def quiet(llm, prompts, params=GREEDY, **options):
+    return llm.generate(prompts, params, use_tqdm=False, **options)
+
+
+def test_results_come_in_the_order_of_the_prompts():
+    """Three prompts in one call equal the three alone, field by field."""
+    with make() as llm:
+        prompts = ["one", [97, 98], {"prompt": "three", "cache_salt": "s"}]
+        together = quiet(llm, prompts)
+        alone = [quiet(llm, prompt)[0] for prompt in prompts]
+
+    assert [r.outputs[0].text for r in together] == [r.outputs[0].text for r in alone]
+    assert [r.prompt for r in together] == ["one", None, "three"]
+    assert [r.prompt_token_ids for r in together][1] == [97, 98]
+    first = together[0]
+    assert first.finished and first.outputs[0].finished()
+    assert (first.outputs[0].finish_reason, len(first.outputs[0].token_ids)) == ("length", 6)
+    assert first.metrics.num_generation_tokens == 6 and first.num_cached_tokens == 0
+
+
+def test_parameters_for_each_prompt_or_for_all():
+    with make() as llm:
+        each = quiet(llm, ["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3)])
+        assert [len(r.outputs[0].token_ids) for r in each] == [1, 3]
+        assert len(quiet(llm, "a", None)[0].outputs[0].token_ids) == 16
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
+        with pytest.raises(RequestError, match="2 prompts, but 1"):
+            quiet(llm, ["a", "b"], [GREEDY])
+        assert llm.get_tokenizer() is tokenizer()
+
+
+def test_several_answers_and_logprobs():
+    """n=2: two outputs with indexes; cumulative_logprob is the sum over the sampled tokens."""
+    with make() as llm:
+        result = quiet(llm, "a", SamplingParams(n=2, seed=3, max_tokens=4, logprobs=2, prompt_logprobs=1))[0]
+
+    assert [output.index for output in result.outputs] == [0, 1]
+    for output in result.outputs:
+        chosen = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+        assert output.cumulative_logprob == pytest.approx(sum(chosen))
+    assert result.prompt_logprobs == [None]
+
+
+def test_one_bad_prompt_raises_before_anything_runs():
+    runner = ToyRunner(letters)
+    with make(runner=runner) as llm:
+        with pytest.raises(ContextLengthExceeded):
+            quiet(llm, ["fine", "x" * 300])
+        assert runner.steps == 0
+
+
+def test_chat_renders_one_or_many_conversations():
+    with make(script(104, 105)) as llm:
+        turn = [{"role": "user", "content": "Hi"}]
+        one = llm.chat(turn, GREEDY, use_tqdm=False)
+        many = llm.chat([turn, turn], GREEDY, use_tqdm=False, add_generation_prompt=False)
+
+    assert (one[0].prompt, one[0].outputs[0].text) == ("[user]Hi[assistant]", "hi")
+    assert one[0].outputs[0].token_ids == [104, 105, EOS]
+    assert [r.prompt for r in many] == ["[user]Hi"] * 2
+
+
+def test_beam_search_returns_sequences():
+    with make() as llm:
+        found = llm.beam_search(["a", "b"], BeamSearchParams(beam_width=2, max_tokens=3), concurrency_limit=1)
+
+    assert [len(one.sequences) for one in found] == [2, 2]
+    assert found[0].sequences[0].text.startswith("a") and len(found[0].sequences[0].tokens) == 4
+
+
+def test_it_works_inside_a_running_loop():
+    """As in Jupyter: the calling thread's loop runs already, and nothing is patched."""
+
+    async def notebook():
+        with make() as llm:
+            return quiet(llm, "a")[0].outputs[0].text
+
+    with make() as llm:
+        assert asyncio.run(notebook()) == quiet(llm, "a")[0].outputs[0].text
+
+
+def test_several_threads_may_call_at_once():
+    with make() as llm:
+        texts = {}
+        threads = [
+            threading.Thread(target=lambda n=n: texts.update({n: quiet(llm, f"p{n % 2}")[0].outputs[0].text}))
+            for n in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert len(texts) == 6 and texts[0] == texts[2] == texts[4]
+
+
+def test_an_interrupt_aborts_the_requests_and_leaves_the_engine_usable():
+    """Ctrl-C after 0.2 s of an answer that would take 4 s: out within 2 s, nothing runs, the next call works."""
+    runner = ToyRunner(letters, seconds=0.02)
+    with make(runner=runner) as llm:
+        main = threading.main_thread().ident
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            quiet(llm, "a", SamplingParams(temperature=0, max_tokens=200))
+        assert time.monotonic() - start < 2
+        time.sleep(0.2)
+        assert not llm.engine.machine.scheduler.has_work
+        assert len(quiet(llm, "a")[0].outputs[0].token_ids) == 6
+
+
+def test_a_dead_engine_raises_its_cause():
+    with make(runner=ToyRunner(letters, fail_at=2)) as llm, pytest.raises(EngineDead, match="fell off the bus"):
+        quiet(llm, ["a", "b"])
+
+
+def test_the_progress_bar_counts_prompts_and_tokens():
+    made = []
+
+    class Bar:
+        def __init__(self, total, **_):
+            self.total, self.n, self.text, self.closed = total, 0, "", False
+            made.append(self)
+
+        def set_postfix_str(self, text, refresh):
+            self.text = text
+
+        def update(self, count):
+            self.n += count
+
+        def close(self):
+            self.closed = True
+
+    with make() as llm:
+        llm.generate(["a", "b", "c"], GREEDY, use_tqdm=Bar)
+
+    bar = made[0]
+    assert (bar.total, bar.n, bar.closed) == (3, 3, True)
+    assert "in " in bar.text and "out " in bar.text and "tok/s" in bar.text
+
+
+def test_close_ends_the_thread_and_frees_the_engine():
+    llm = make()
+    thread = llm._background._thread
+    engine = weakref.ref(llm.engine)
+    llm.close()
+    gc.collect()
+
+    assert not thread.is_alive() and engine() is None
+    with pytest.raises(TinyserveError, match="closed"):
+        quiet(llm, "a")
+    llm.close()
+
+
+def test_forgetting_an_llm_closes_it():
+    llm = make()
+    thread = llm._background._thread
+    del llm
+    gc.collect()
+    thread.join(5)
+
+    assert not thread.is_alive()
+
+
+def test_prompt_lists():
+    assert prompt_list("a") == ["a"]
+    assert prompt_list([1, 2]) == [[1, 2]]
+    assert prompt_list([[1], [2]]) == [[1], [2]]
+    assert prompt_list({"prompt": "a"}) == [{"prompt": "a"}]
+    assert prompt_list([]) == []
+
+
+def test_what_is_not_there_yet_says_so():
+    with make() as llm:
+        for call in (llm.encode, llm.sleep, llm.wake_up):
+            with pytest.raises(TinyserveError, match="yet"):
+                call()
+        with pytest.raises(TinyserveError, match="lora_request"):
+            quiet(llm, "a", lora_request="adapter")
+        with pytest.raises(RequestError, match="padding"):
+            quiet(llm, "a", tokenization_kwargs={"padding": True})
+        assert llm.reset_prefix_cache() is True
+    with pytest.raises(ConfigError, match="did you mean --max-model-len"):
+        LLM("toy", max_model_length=5)
+
+
+def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch):
+    async def broken(*_, **__):
+        raise ConfigError("no such device")
+
+    monkeypatch.setattr(Engine, "start", broken)
+    before = threading.active_count()
+
+    with pytest.raises(ConfigError, match="no such device"):
+        LLM("toy")
+
+    assert threading.active_count() == before
