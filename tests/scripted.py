@@ -1,6 +1,6 @@
 """Models and a tokenizer whose answers are known in advance, for tests of everything around the model.
 
-`byte_tokenizer`: ids 0-255 are the bytes; a few tokens longer than a byte, and special ones, follow (see BOS ... below).
+`byte_tokenizer`: ids 0-255 are the bytes; a few tokens longer than a byte, and special ones, follow (BOS ... below).
 `ScriptModel`: after the prompt, step k prefers script[k], then the end token.  `FlatModel`: ids 97-106 equally likely.
 Both have the face of a model (forward, logits, kv_layers, bind) and go through the real runner, sampler and cache.
 """

@@ -68,7 +68,11 @@ def imported_modules(path):
 
 
 def functions(path):
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
 
 
 def is_kernel(function):
@@ -133,7 +137,9 @@ def test_classes_hold_little_state(path):
             if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
         }
         attributes |= {
-            item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            item.target.id
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         }
         exempt = node.name in RECORDS_OF_OPTIONS or unit_of(path) == "config"
         if len(attributes) > CLASS_ATTRIBUTES and not exempt:

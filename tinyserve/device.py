@@ -69,7 +69,9 @@ class Device:
         if kind == "auto":
             kind = found[0] if found else "cpu"
         if kind not in ("cpu", *found) or (index and not index.isdigit()):
-            raise ConfigError(f"--device {name}: not available here. Choose one of: {', '.join(['auto', 'cpu', *found])}.")
+            raise ConfigError(
+                f"--device {name}: not available here. Choose one of: {', '.join(['auto', 'cpu', *found])}."
+            )
         if kind == "cpu":
             return cls("cpu")
         api = getattr(torch, kind)
@@ -138,7 +140,10 @@ class Device:
         properties = self._api.get_device_properties(self.index)
         shared = getattr(properties, "shared_memory_per_block_optin", getattr(properties, "local_mem_size", 65536))
         units = getattr(properties, "multi_processor_count", getattr(properties, "max_compute_units", 1))
-        arch = getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{getattr(properties, 'major', 0)}{getattr(properties, 'minor', 0)}"
+        arch = (
+            getattr(properties, "gcnArchName", "").split(":")[0]
+            or f"sm_{getattr(properties, 'major', 0)}{getattr(properties, 'minor', 0)}"
+        )
         return Capability(properties.name, units, shared, getattr(properties, "warp_size", 32), arch)
 
 

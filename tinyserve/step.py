@@ -142,7 +142,9 @@ class StepInput:
 
     def pack(self) -> array:
         """All of it as one array of int32 (`array('i')`); `unpack` is its inverse."""
-        out = array("i", (self.step_id & 0x7FFFFFFF, len(self.slices), len(self.opened), len(self.closed), len(self.edits)))
+        out = array(
+            "i", (self.step_id & 0x7FFFFFFF, len(self.slices), len(self.opened), len(self.closed), len(self.edits))
+        )
         for piece in self.slices:
             out.extend((piece.slot, piece.start, piece.count, int(piece.samples), len(piece.drafts), *piece.drafts))
         for opening in self.opened:

@@ -13,9 +13,7 @@ HYBRID = (KVGroup(index=0, window=None, layers=(0,)), KVGroup(index=1, window=32
 
 
 def ask(groups=FULL, **changes):
-    values = dict(
-        groups=groups, block_size=16, block_bytes=1000, max_model_len=256, max_num_seqs=4, max_step_tokens=64
-    )
+    values = dict(groups=groups, block_size=16, block_bytes=1000, max_model_len=256, max_num_seqs=4, max_step_tokens=64)
     return CacheRequest(**values | changes)
 
 

@@ -119,8 +119,8 @@ def plan_cache(request: CacheRequest, available_bytes: int) -> CachePlan:
     if context < request.max_model_len and not request.fit:
         need = (blocks_per_sequence(request, request.max_model_len) + 1) * request.block_bytes
         raise ConfigError(
-            f"--max-model-len {request.max_model_len} needs {need / GIB:.2f} GiB of KV cache, but there is room for "
-            f"{num_blocks * request.block_bytes / GIB:.2f} GiB: at most {context} tokens fit. Lower --max-model-len, or "
+            f"--max-model-len {request.max_model_len} needs {need / GIB:.2f} GiB of KV cache, but there are "
+            f"{num_blocks * request.block_bytes / GIB:.2f} GiB: at most {context} tokens fit. Lower it, or "
             f"raise --gpu-memory-utilization or --kv-cache-memory-bytes."
         )
     return CachePlan(

@@ -1,8 +1,8 @@
 """The runner launches steps: rows updated, model run, token chosen, result sent home.
 
-    launch(step):  rows.apply -> BatchBuilder.build -> [ model.forward -> model.logits -> sampler.sample ] -> token table
-                                                       '---------------- graphs.run ----------------'
-    landing:       copies to the host done -> StepOutput
+    launch:   rows.apply -> BatchBuilder.build -> [ model.forward -> model.logits -> sampler.sample -> token table ]
+                                                  '----------------------- graphs.run -----------------------'
+    landing:  copies to the host done -> StepOutput
 
 On a GPU `launch` runs on the event loop's thread and returns as soon as the kernels are queued; a helper thread sleeps
 until the device is done and builds the StepOutput. On the CPU there is no queue to hide behind, so the whole step runs
@@ -127,7 +127,9 @@ class Runner:
                 batch = self.batches.build(pieces)
                 scored = self._scored(pieces)
                 sampled, hidden = self.graphs.run(batch, lambda b: self._compute(b, pieces))
-                scores = {order[i]: self._score_prompt(hidden, batch, i, pieces[i]) for i in scored}
+                scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in scored}
+                if sampled is not None and not self.device.is_cpu:
+                    sampled = sampled.to("cpu", non_blocking=True)
             event = self.device.event()
             event.record(self.device.current_stream())
         return _Launched(step, order, sampled, scores, event, started)
@@ -164,17 +166,19 @@ class Runner:
             and piece.start < self.rows.prompt_lens[piece.slot] - 1
         ]
 
-    def _score_prompt(self, hidden: torch.Tensor, batch: Batch, index: int, piece: SeqSlice) -> list[Any]:
-        """Log-probabilities of the prompt tokens that follow the positions of this piece, some rows at a time."""
+    def _score_prompt(self, hidden: torch.Tensor, pieces: Sequence[SeqSlice], index: int) -> list[Any]:
+        """Log-probabilities of the prompt tokens that follow the positions of a piece, some rows at a time."""
+        piece = pieces[index]
         asked = self.rows.params[piece.slot].prompt_logprobs
         stop = min(piece.end, self.rows.prompt_lens[piece.slot] - 1)
-        first = int(batch.query_start[index])
+        first = sum(before.count for before in pieces[:index])
         scores = []
         for start in range(piece.start, stop, PROMPT_LOGPROB_ROWS):
             end = min(start + PROMPT_LOGPROB_ROWS, stop)
             logits = self.model.logits(hidden[first + start - piece.start : first + end - piece.start])
             targets = self.rows.tokens[piece.slot, start + 1 : end + 1]
-            scores.append(self.sampler.prompt_logprobs(logits, targets, asked))
+            report = self.sampler.prompt_logprobs(logits, targets, asked)
+            scores.append(report if self.device.is_cpu else report.to("cpu", non_blocking=True))
         return scores
 
     def _land(self, launched: _Launched) -> StepOutput:
