@@ -271,3 +271,22 @@ def test_untied_heads_and_biases_are_seen(tmp_path):
 
     assert (config["tie_word_embeddings"], config["attention_bias"], config["mlp_bias"]) == (False, True, False)
     assert json.loads(json.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, None),
+        ({"rope.scaling.factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.factor": 1.0}, None),
+    ],
+)
+def test_rope_scaling(tmp_path, facts, expected):
+    assert (
+        config_from_gguf(GGUFFile(write_model(tmp_path / "m.gguf", "gemma3", facts=GEMMA3 | facts)))["rope_scaling"]
+        == expected
+    )
+
+
+GEMMA3 = {"attention.sliding_window": 8}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import real_models
-from tests.scripted import EOS, EOT
+from tests.scripted import EOS, EOT, byte_tokenizer
 from tests.text.test_tokenizer import byte_level_metadata, real, with_bos
 from tinyserve.checkpoint.source import Source, resolve
 from tinyserve.errors import CheckpointError, ConfigError, RequestError
@@ -31,6 +31,13 @@ def test_c24_several_end_ids(tmp_path):
 def test_c24_f_the_union_stops(tmp_path):
     assert load(tmp_path, None, {"eos_token_id": 261}).end_ids == {260, 261}
     assert load(tmp_path, {"eos_token_id": 97}, {"text_config": {"eos_token_id": [98]}}).end_ids == {260, 97, 98}
+
+
+def test_without_a_tokenizer_end_the_others_are_plain(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [97, 98]}')
+    defaults = GenerationDefaults.load(Source("m", "folder", tmp_path), Tokenizer(byte_tokenizer()))
+
+    assert (defaults.eos_ids, defaults.extra_eos_ids) == ({97, 98}, frozenset())
 
 
 def test_odd_end_ids_are_ignored(tmp_path):

@@ -246,6 +246,8 @@ def test_every_known_cut_compiles_and_round_trips():
         ({"merges": ["D E", "qq zz"]}, "merges do not fit"),
         ({"token_type": np.ones(3, np.int32)}, "3 token types"),
         ({"bos_token_id": 9999, "add_bos_token": True}, "9999"),
+        ({"bos_token_id": "x", "add_bos_token": True}, "'x'"),
+        ({"merges": ["DE"]}, "merges do not fit"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, reason):

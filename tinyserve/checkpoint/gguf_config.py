@@ -75,8 +75,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "architectures": [class_name],
         "num_key_value_heads": facts.size("attention.head_count_kv", config["num_attention_heads"]),
         "head_dim": _head_dim(facts, config),
-        "rms_norm_eps": float(facts.get("attention.layer_norm_rms_epsilon", 1e-6)),
-        "rope_theta": float(facts.get("rope.freq_base", 10000.0)),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": facts.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(facts),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -86,7 +86,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     }
     for name in ("bos", "eos", "padding"):
         value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        config["pad_token_id" if name == "padding" else f"{name}_token_id"] = None if value is None else int(value)
+        config["pad_token_id" if name == "padding" else f"{name}_token_id"] = value if isinstance(value, int) else None
     if architecture == "gemma3":
         config |= _gemma3(facts, config)
     if facts.get("rope.scaling.type") is None and "rope_freqs.weight" in file.tensors:
@@ -114,6 +114,12 @@ class _Facts:
             raise CheckpointError(f"{self.file.path}: {self.prefix}.{key} must be a number above 0, but is {value!r}.")
         return value
 
+    def number(self, key: str, default: float | None) -> float | None:
+        value = self.get(key, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise CheckpointError(f"{self.file.path}: {self.prefix}.{key} must be a number, but is {value!r}.")
+        return value if value is None else float(value)
+
 
 def _head_dim(facts: _Facts, config: dict[str, Any]) -> int:
     evenly = config["hidden_size"] // config["num_attention_heads"]
@@ -134,15 +140,15 @@ def _vocab_size(file: GGUFFile) -> int:
 
 def _rope_scaling(facts: _Facts) -> dict[str, Any] | None:
     kind = facts.get("rope.scaling.type")
-    factor = facts.get("rope.scaling.factor", facts.get("rope.scale_linear"))
-    if kind in (None, "none") and factor in (None, 0.0, 1.0):
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0))
+    if kind == "none" or (kind in (None, "linear") and factor in (0.0, 1.0)):
         return None
     if kind in (None, "linear"):
-        return {"rope_type": "linear", "factor": float(factor)}
+        return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": float(factor)}
-        if original := facts.get("rope.scaling.original_context_length"):
-            scaling["original_max_position_embeddings"] = int(original)
+        scaling = {"rope_type": "yarn", "factor": factor}
+        if facts.get("rope.scaling.original_context_length") is not None:
+            scaling["original_max_position_embeddings"] = facts.size("rope.scaling.original_context_length")
         return scaling
     raise UnsupportedModel(f"{facts.file.path}: rope scaling {kind!r} is not implemented; known: linear, yarn.")
 
@@ -180,8 +186,8 @@ def _gemma3(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": facts.size("attention.sliding_window"),
         "layer_types": ["full_attention" if n % every == every - 1 else "sliding_attention" for n in range(layers)],
-        "rope_local_base_freq": float(facts.get("rope.freq_base_swa", GEMMA3_LOCAL_THETA)),
+        "rope_local_base_freq": facts.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA),
         "query_pre_attn_scalar": hidden // heads if layers == GEMMA3_27B_LAYERS else config["head_dim"],
-        "attn_logit_softcapping": facts.get("attn_logit_softcapping"),
-        "final_logit_softcapping": facts.get("final_logit_softcapping"),
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", None),
+        "final_logit_softcapping": facts.number("final_logit_softcapping", None),
     }

@@ -78,6 +78,8 @@ class GenerationDefaults:
             extra = _ids(overrides["eos_token_id"])
         else:
             extra = _ids(named.get("eos_token_id")) | _config_ends(source) | _gguf_ends(source, tokenizer)
+        if not ends:  # the tokenizer names no end token: all the others are plain ends, without a stop_reason
+            ends, extra = extra, set()
         sampling = {key: values[key] for key in SAMPLING_KEYS if values.get(key) is not None}
         defaults = cls(
             eos_ids=frozenset(ends),
@@ -148,10 +150,10 @@ def _gguf_ends(source: Source, tokenizer: Tokenizer) -> set[int]:
     if source.gguf_file is None:
         return set()
     metadata = source.gguf_file.metadata
-    found = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in GGUF_END_KEYS} - {None}
-    template = metadata.get("tokenizer.chat_template") or ""
+    found = _ids([metadata.get(f"tokenizer.ggml.{name}_token_id") for name in GGUF_END_KEYS])
+    template = str(metadata.get("tokenizer.chat_template", ""))
     for text in ENDS_OF_TURN:
         index = tokenizer.backend.token_to_id(text) if text in template else None
         if index is not None and index in tokenizer.special_ids:
             found.add(index)
-    return {int(index) for index in found}
+    return found

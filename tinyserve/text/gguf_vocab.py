@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from attrs import frozen
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -123,7 +124,7 @@ class _Vocab:
         if not isinstance(self.tokens, list) or not self.tokens or not isinstance(self.tokens[0], str):
             raise CheckpointError("The GGUF metadata has no tokenizer.ggml.tokens, so text cannot be encoded.")
         types = self.get("token_type")
-        self.types: list[int] = [1] * len(self.tokens) if types is None else types.tolist()
+        self.types: list[int] = types.tolist() if isinstance(types, np.ndarray) else [1] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise CheckpointError(f"tokenizer.ggml has {len(self.tokens)} tokens, but {len(self.types)} token types.")
         if self.by_place:
@@ -159,8 +160,10 @@ class _Vocab:
         index = self.get(f"{name}_token_id")
         if index is None:
             return None
-        if not 0 <= index < len(self.tokens):
-            raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {index}, outside the {len(self.tokens)} tokens.")
+        if not isinstance(index, int) or not 0 <= index < len(self.tokens):
+            raise CheckpointError(
+                f"tokenizer.ggml.{name}_token_id is {index!r}, outside the {len(self.tokens)} tokens."
+            )
         return self.tokens[index], int(index)
 
     def frame(self) -> processors.TemplateProcessing | None:
@@ -188,9 +191,9 @@ def _byte_level(vocab: _Vocab) -> Tokenizer:
     merges = vocab.get("merges")
     if not isinstance(merges, list):
         raise CheckpointError("A byte-level vocabulary needs tokenizer.ggml.merges.")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     ids = vocab.ids()
     try:
+        pairs = [tuple(merge.split(" ", 1)) for merge in merges]
         tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=cut.whole_words))
     except Exception as error:  # the library raises a bare Exception for a merge of unknown tokens
         raise CheckpointError(f"tokenizer.ggml.merges do not fit the vocabulary: {error}") from error
@@ -235,7 +238,7 @@ def _merges(vocab: _Vocab, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     order: Any = vocab.tokens
     if not vocab.by_place:
         scores = vocab.get("scores")
-        if scores is None or len(scores) != len(vocab.tokens):
+        if not isinstance(scores, np.ndarray) or len(scores) != len(vocab.tokens):
             raise CheckpointError("A SentencePiece vocabulary needs tokenizer.ggml.scores, one for each token.")
         ranks = (-scores).argsort(kind="stable").tolist()
         order = [vocab.tokens[index] for index in ranks]

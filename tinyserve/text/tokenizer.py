@@ -256,9 +256,10 @@ def _facts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerFacts:
     for name in SPECIAL_NAMES:
         short = name.removesuffix("_token")
         index = metadata.get(f"tokenizer.ggml.{keys.get(short, short)}_token_id")
-        if index is not None and 0 <= index < len(tokens):
+        if isinstance(index, int) and 0 <= index < len(tokens):
             special[name] = tokens[index]
     template = metadata.get("tokenizer.chat_template")
+    template = template if isinstance(template, str) else None
     names = metadata.get("tokenizer.chat_templates")
     if isinstance(names, list) and names:
         named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
