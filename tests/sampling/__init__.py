@@ -1,0 +1,1 @@
+"""The sampler against the meaning of each parameter, spelled out in plain Python."""

@@ -26,7 +26,7 @@ TOP_K_MAX = 2**31 - 1
 
 @frozen(eq=False)
 class RowValues:
-    """The numbers of a step's L rows, in its order, all [L]: slots, top_k, prompt_len int32, seeds int64, else float32."""
+    """The numbers of a step's L rows, in order, all [L]: slots, top_k, prompt_len int32, seeds int64, else float32."""
 
     slots: Tensor
     temperature: Tensor
