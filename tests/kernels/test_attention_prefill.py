@@ -149,7 +149,8 @@ def test_the_reference_keeps_probabilities_in_float32(dtype, options):
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
 def test_block_sizes_hold_every_head_of_a_group(monkeypatch, shared, head_dim):
     """Breaks if a tile has fewer rows than query heads of a kv head (71 in Falcon), or sizes are no powers of two."""
-    monkeypatch.setattr(module.launch, "shared_memory", lambda _: shared)
+    facts = module.launch.DeviceFacts("some", "cuda", shared, 100)
+    monkeypatch.setattr(module.launch, "facts", lambda _: facts)
     cache = torch.empty(2, 1, 64, head_dim, dtype=torch.bfloat16)
 
     for group, queries in ((1, 1), (1, 10**5), (3, 2), (71, 1), (71, 1000)):

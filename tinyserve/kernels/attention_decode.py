@@ -66,12 +66,15 @@ def attend(
     return (scores.softmax(dim=-1)[..., : k.shape[-2]] @ v.float()).to(q.dtype)
 
 
-def gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Copy pages [S, N] of a cache [B, Hkv, P, D] out, in the order of their tokens: [S, Hkv, N·P, D]."""
-    heads, page, head_dim = cache.shape[1:]
-    row = pages[:, None] * heads + torch.arange(heads, dtype=pages.dtype, device=pages.device)[:, None]
-    copied = cache.view(-1, page * head_dim).index_select(0, row.view(-1))
-    return copied.view(len(pages), heads, -1, head_dim)
+def gather_pages(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy pages [S, N] of both caches [B, Hkv, P, D] out, in the order of their tokens: twice [S, Hkv, N·P, D]."""
+    _, heads, page, head_dim = k_cache.shape
+    row = torch.add(torch.arange(heads, dtype=pages.dtype)[:, None], pages[:, None], alpha=heads).view(-1)
+    shape = (len(pages), heads, -1, head_dim)
+    k, v = (cache.view(-1, page * head_dim).index_select(0, row) for cache in (k_cache, v_cache))
+    return k.view(shape), v.view(shape)
 
 
 def attention_decode_reference(
@@ -92,20 +95,21 @@ def attention_decode_reference(
 
     Pages are gathered for a few sequences at a time, so that the copies are read again while they are in the cache.
     """
-    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     grouped = q.unflatten(1, (heads, -1))
     sinks = None if sinks is None else sinks.view(heads, -1, 1)
     lengths = seq_lens.tolist()
-    at_once = max(1, WORKSPACE // (max(lengths, default=1) * heads * head_dim + 1))
+    at_once = max(1, WORKSPACE // (max(lengths, default=0) * heads * head_dim + 1))
+    results = []
     for begin in range(0, len(lengths), at_once):
         part = slice(begin, begin + at_once)
         k, v, visible = _gather_visible(k_cache, v_cache, block_tables[part], lengths[part], window)
-        result = attend(grouped[part], k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks)
-        out[part] = result.flatten(1, 2)
+        results.append(attend(grouped[part], k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks))
+    result = results[0] if len(results) == 1 else torch.cat([grouped[:0], *results])
+    result = result.flatten(1, 2)
     if 0 in lengths:
-        out[seq_lens == 0] = 0
-    return out
+        result = torch.where((seq_lens == 0)[:, None, None], 0.0, result)
+    return result if out is None else out.copy_(result)
 
 
 def _gather_visible(k_cache, v_cache, block_tables, lengths, window):
@@ -115,16 +119,15 @@ def _gather_visible(k_cache, v_cache, block_tables, lengths, window):
     firsts = [low // page for low in lows]
     count = max(1, *(cdiv(length, page) - first for length, first in zip(lengths, firsts, strict=True)))
     if len(lengths) == 1 and lengths[0]:
-        pages = block_tables[:, firsts[0] : firsts[0] + count]
-        inside = slice(lows[0] - firsts[0] * page, lengths[0] - firsts[0] * page)
-        return gather_pages(k_cache, pages)[:, :, inside], gather_pages(v_cache, pages)[:, :, inside], None
+        k, v = gather_pages(k_cache, v_cache, block_tables[:, firsts[0] : firsts[0] + count])
+        low, high = lows[0] - firsts[0] * page, lengths[0] - firsts[0] * page
+        return k[:, :, low:high], v[:, :, low:high], None
 
     position = torch.arange(count * page) + torch.tensor(firsts)[:, None] * page
     length = torch.tensor(lengths)[:, None]
     used = position[:, ::page] < length
     number = torch.where(used, position[:, ::page] // page, 0)
-    pages = torch.where(used, block_tables.gather(1, number), 0)
-    k, v = gather_pages(k_cache, pages), gather_pages(v_cache, pages)
+    k, v = gather_pages(k_cache, v_cache, torch.where(used, block_tables.gather(1, number), 0))
     visible = (position < length) & (position >= torch.tensor(lows)[:, None])
     if visible.all():
         return k, v, None

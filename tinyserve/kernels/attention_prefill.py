@@ -76,7 +76,7 @@ def attention_prefill_reference(
             low = max(0, stop - (last - first) - window + 1) if window else 0
             pages = block_tables[number : number + 1, low // page : cdiv(stop, page)]
             inside = slice(low % page, stop - low // page * page)
-            k, v = (gather_pages(cache, pages)[0, :, None, inside] for cache in (k_cache, v_cache))
+            k, v = (one[0, :, None, inside] for one in gather_pages(k_cache, v_cache, pages))
             grouped = q[first:last].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
             result = _attend_causally(grouped, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
             out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
@@ -341,31 +341,45 @@ def attention_prefill(
 
 
 def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict[str, int]:
-    """Block sizes: measured ones, or the largest tiles whose pipeline fits into the device's shared memory."""
+    """Block sizes: measured ones, or the first of `_sizes` whose pipeline fits into the device's shared memory."""
     heads, head_dim = q.shape[1:]
     page, group = k_cache.shape[2], heads // k_cache.shape[1]
     block_d = max(16, next_power_of_2(head_dim))
-    shared = launch.shared_memory(q)
-    # In rows of D numbers; 4 KiB stay for reductions.
-    room = (shared - 4096) // (block_d * q.element_size())
-    tma = shared >= TMA_SHARED and head_dim == block_d <= 256 and page >= 64 and q.dtype == k_cache.dtype
-    sizes = ((64, 64, 3),) if tma else ((128, 64, 3),)
-    sizes += ((128, 64, 2), (64, 64, 3), (64, 64, 2), (64, 32, 2), (32, 32, 2), (32, 16, 2), (16, 16, 1))
+    device = launch.facts(q.device)
+    hopper = device.backend == "cuda" and device.shared >= TMA_SHARED
+    tma = hopper and head_dim == block_d <= 256 and page >= 64 and q.element_size() == 2 and q.dtype == k_cache.dtype
+    # Rows of D numbers that fit; 4 KiB stay for reductions. Without wgmma, n stages keep n - 1 tiles in flight.
+    room = (device.shared - 4096) // (block_d * q.element_size())
     most = max(16, next_power_of_2(group), next_power_of_2(max_query_len * group))
     rows, tile, stages = next(
-        (min(rows, most), tile, stages)
-        for rows, tile, stages in sizes
-        if (rows >= group and min(rows, most) + 2 * stages * tile <= room) or tile == 16
+        (max(min(rows, most), next_power_of_2(group)), tile, stages)
+        for rows, tile, stages in _sizes(device.backend, q.element_size(), block_d, tma)
+        if min(rows, most) + 2 * tile * (stages if hopper else max(stages - 1, 1)) <= room or tile == 16
     )
-    rows = max(rows, next_power_of_2(group))
+    crowded = rows * (block_d + tile) > 12288 or device.backend == "hip"
     default = {
         "BLOCK_M": rows,
         "BLOCK_D": block_d,
         "TILE": tile,
         "TMA": tma and tile <= page,
         "STAGES": stages,
-        "num_warps": 8 if rows * block_d > 8192 else 4,
+        "num_warps": 8 if crowded else 4,
     }
     return choose(
         "attention_prefill", q, default, head_dim=head_dim, group=group, max_query_len=max_query_len, page=page
     )
+
+
+def _sizes(backend: str, item_size: int, block_d: int, tma: bool) -> tuple[tuple[int, int, int], ...]:
+    """(rows, keys, stages) in the order to try them."""
+    if backend == "cpu":
+        return ((128, 64, 1), (16, 16, 1))  # the interpreter pays by the program
+    if item_size == 4:
+        first = ()  # no tensor cores: large tiles only spill
+    elif backend == "hip":
+        first = ((64, 32, 2),) if block_d <= 128 else ()  # more spills on RDNA, whose registers are few
+    elif tma:
+        first = ((64, 64, 3), (64, 64, 2), (64, 32, 2))  # measured: two programs a processor beat larger tiles
+    else:
+        first = ((128, 64, 3), (128, 64, 2), (64, 64, 3), (64, 64, 2), (64, 32, 2))
+    return (*first, (32, 32, 2), (32, 16, 2), (16, 16, 1))
