@@ -236,10 +236,17 @@ def test_c08_c_content_is_data():
     assert "{% raw %}" in T0.render([{"role": "user", "content": "{% raw %}"}])
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize"])
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt"])
 def test_c08_d_reserved_names(name):
-    with pytest.raises(RequestError, match=name):
-        T0.render([USER], **{name: "x"})
+    with pytest.raises(RequestError, match=f"must not contain '{name}'"):
+        T0.render([USER], variables={name: "x"})
+
+
+@pytest.mark.parametrize("name", ["self", "now", "variables", "raise_exception", "strftime_now", "bos", "loop", ""])
+def test_other_names_change_nothing(name):
+    """Names of this package's own arguments and helpers are names like any other to a stranger."""
+    assert T0.render([USER], variables={name: 3}) == T0.render([USER])
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([USER], variables={name: 3}) == str(datetime.now().year)
 
 
 def test_c08_e_tojson_is_not_for_html():

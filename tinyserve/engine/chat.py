@@ -69,7 +69,7 @@ class Chat:
             documents=options.documents,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
-            **(options.chat_template_kwargs or {}),
+            variables=options.chat_template_kwargs,
         )
 
     async def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[int]]:

@@ -64,12 +64,14 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt text; encode it with add_special_tokens=False: BOS is the template's business.
@@ -79,9 +81,11 @@ class ChatTemplate:
             add_generation_prompt: end with the opening of an assistant message; None: unless a message is continued.
             continue_final_message: leave the last message open, so that the model goes on writing it.
             now: what strftime_now tells; None: the time of this call.
-            kwargs: chat_template_kwargs; names that the template does not use are ignored.
+            variables, kwargs: chat_template_kwargs (as a mapping when a stranger chose the names); names that the
+                template does not use are ignored.
         Raises: RequestError: reserved names, messages that cannot be right, whatever the template refuses.
         """
+        kwargs = {**(variables or {}), **kwargs}
         if reserved := sorted(RESERVED & kwargs.keys()):
             raise RequestError(
                 f"chat_template_kwargs must not contain {reserved[0]!r}.", param=f"chat_template_kwargs.{reserved[0]}"
