@@ -104,6 +104,8 @@ def interpreting() -> Iterator[None]:
     that kernels compile again afterwards.
     """
     interpreted = functools.cache(InterpretedFunction)
+    builder = interpreter.InterpreterBuilder
+    create_splat = builder.create_splat
 
     def call(self, *args, **kwargs):  # one @triton.jit function calls another; the language is replaced by then
         return interpreted(self.fn).rewrite()(*args, **kwargs)
@@ -111,11 +113,20 @@ def interpreting() -> Iterator[None]:
     def run(self, *args, grid, warmup, **kwargs):
         return interpreted(self.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
 
+    def splat(self, shape, scalar):
+        # The result of a comparison still carries the type of what was compared, so a scalar one that meets a tile
+        # becomes a tile of int32 here; triton 3.9 then refuses it as a mask.
+        handle = create_splat(self, shape, scalar)
+        if scalar.data.dtype == np.bool_:
+            handle = interpreter.TensorHandle(handle.data.astype(np.bool_), tl.int1)
+        return handle
+
     owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
     with (
         np.errstate(all="ignore"),  # on a GPU, overflow to infinity is silent
         kept(*owners),
         replaced(JITFunction, __call__=call, run=run),
+        replaced(builder, create_splat=splat),
         replaced(launch, CPU_RUNS_KERNELS=True),
     ):
         interpreter._patch_lang(tl.zeros.fn)  # for triton's own functions, which reach the language as `core`

@@ -23,6 +23,16 @@ def _large_kernel(out_ptr, SIDE: tl.constexpr):
     tl.store(out_ptr + short[:, None] * 64 + short[None, :], tl.dot(tile, tl.trans(tile)))
 
 
+@triton.jit
+def _scalar_mask_kernel(out_ptr, enabled_ptr, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(out_ptr + index, index, mask=(index < 3) & (tl.load(enabled_ptr) > 0))
+
+
+# In a process started with TRITON_INTERPRET=1 every kernel is interpreted always, and none can be compiled.
+compiles = pytest.mark.skipif(launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
+
+
 @pytest.fixture
 def tuned(monkeypatch, tmp_path):
     """A function that writes the tuned file of the CPU."""
@@ -80,6 +90,7 @@ def test_cdiv(count, size, pieces):
     assert launch.cdiv(count, size) == pieces
 
 
+@compiles
 def test_kernels_run_on_the_cpu_only_while_interpreting():
     x = torch.empty(4)
 
@@ -92,6 +103,7 @@ def test_kernels_run_on_the_cpu_only_while_interpreting():
     assert x.tolist() == [3.0] * 4
 
 
+@compiles
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiling_sees_the_target_and_its_shared_memory(target):
     with compile_only(target) as built:
@@ -102,10 +114,21 @@ def test_compiling_sees_the_target_and_its_shared_memory(target):
     assert built[0].kernel.metadata.target.arch == TARGETS[target].gpu.arch
 
 
+@compiles
 def test_a_kernel_that_is_too_large_for_its_target_is_refused():
     """Breaks if the check is lost: one 64 x 2048 float16 tile is 256 KiB."""
     with pytest.raises(AssertionError, match="sm_80 has 166912 bytes"), compile_only("sm_80"):
         _large_kernel[(1,)](torch.empty(64, 2048, dtype=torch.float16), SIDE=2048)
+
+
+def test_a_scalar_condition_may_mask_a_tile():
+    """Breaks where the interpreter turns the scalar into int32: triton 3.9 refuses such a mask."""
+    out = torch.full((4,), -1, dtype=torch.int32)
+
+    with interpreting():
+        _scalar_mask_kernel[(1,)](out, torch.ones(1, dtype=torch.int32), BLOCK=4)
+
+    assert out.tolist() == [0, 1, 2, -1]
 
 
 def test_new_tensors_are_nan_while_outputs_are_watched():
