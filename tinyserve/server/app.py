@@ -129,7 +129,7 @@ class Guard:
 
     def __init__(self, app: Any, keys: Sequence[str]) -> None:
         self._app = app
-        self._keys = [_digest(key) for key in keys]
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         state = _Answering(send, None)
@@ -154,10 +154,10 @@ class Guard:
         if not self._keys or scope["method"] == "OPTIONS" or not _path(scope).startswith(GUARDED):
             return
         sent = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = sent.decode("latin-1").partition(" ")
-        digest = _digest(key.strip())
+        scheme, _, key = sent.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
         # every key is compared, and by digest, so that the time taken tells nothing about them
-        if scheme.lower() != "bearer" or not any([hmac.compare_digest(digest, known) for known in self._keys]):
+        if scheme.lower() != b"bearer" or not any([hmac.compare_digest(digest, known) for known in self._keys]):
             raise Unauthorized("Incorrect or missing API key. Send the header 'Authorization: Bearer <key>'.")
 
 
@@ -195,7 +195,3 @@ def _of_router(error: HTTPException, scope: Any) -> Failure:
     texts = {404: f"There is no route {scope['path']}.", 405: f"{scope['path']} does not take {scope['method']}."}
     message = texts.get(error.status_code, str(error.detail))
     return Failure(error.status_code, message, headers=error.headers or {})
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

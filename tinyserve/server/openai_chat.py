@@ -172,12 +172,12 @@ class ChatWriter:
     def __init__(
         self, request_id: str, model: str, tokenizer: Any, shape: Shape, stream: StreamOptions, details: bool
     ) -> None:
-        self._identity = {"id": request_id, "created": int(time.time()), "model": model}
+        self._identity = {"id": request_id, "object": "chat.completion", "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._shape = shape
         self._stream = stream
         self._tally = Tally([len(shape.prompt_ids)], details=details)
-        head = orjson.dumps({"object": "chat.completion.chunk", **self._identity})
+        head = orjson.dumps({**self._identity, "object": "chat.completion.chunk"})
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._choices: dict[int, list[Output]] = {}
         self._started: set[int] = set()
@@ -240,7 +240,6 @@ class ChatWriter:
         """The `chat.completion` object."""
         first = next((o.prompt_logprobs for o in self._choices[0] if o.prompt_logprobs is not None), None)
         answer = {
-            "object": "chat.completion",
             **self._identity,
             "choices": [self._choice(index, outputs) for index, outputs in sorted(self._choices.items())],
             "usage": {"prompt_tokens_details": None, **self._tally.total()},
