@@ -9,7 +9,7 @@ from tinyserve.engine.intake import INLINE_CHARACTERS, Call, Intake, Rules
 from tinyserve.errors import ContextLengthExceeded, RequestError
 from tinyserve.request import SamplingParams, Usage
 
-from .toy import CONTEXT, VOCAB, answer, assert_idle, letters, script, start, tokenizer
+from .toy import CONTEXT, VOCAB, ToyRunner, answer, assert_idle, letters, script, settle, start, tokenizer
 
 RULES = Rules(vocab_size=VOCAB, max_model_len=CONTEXT, eos_ids=frozenset({260}), extra_eos_ids=frozenset({260, 261}))
 
@@ -214,3 +214,42 @@ def test_a_prompt_that_can_never_fit_the_pool_is_refused():
         await engine.close()
 
     asyncio.run(work())
+
+
+def test_answers_share_a_long_prompt():
+    """n=4 over a prompt of 40 tokens: computed once, and 32 tokens (two blocks) found three times."""
+
+    async def work():
+        engine = await start(letters)
+        params = SamplingParams(n=4, seed=1, max_tokens=5)
+        texts, _, last, _ = await answer(engine.generate("p" * 40, params))
+        alone, *_ = await answer(engine.generate("p" * 40, SamplingParams(seed=3, max_tokens=5)))
+        await settle(engine)
+        assert_idle(engine)
+        await engine.close()
+        return texts, alone, [last[index].usage.cached_tokens for index in range(4)]
+
+    texts, alone, cached = asyncio.run(work())
+    assert texts[2] == alone[0]
+    assert cached == [0, 32, 32, 32]
+
+
+def test_answers_that_wait_for_the_prompt_end_with_their_call():
+    """n=4, aborted while answer 0 still computes the prompt: all four end, and none is queued later."""
+
+    async def work():
+        runner = ToyRunner(letters)
+        runner.gate.clear()
+        engine = await start(letters, runner=runner)
+        reader = asyncio.ensure_future(answer(engine.generate("p" * 40, SamplingParams(n=4), request_id="r")))
+        await asyncio.sleep(0.02)
+        assert engine.abort("r") == 4
+        runner.gate.set()
+        _, _, last, _ = await reader
+        await settle(engine)
+        assert_idle(engine)
+        await engine.close()
+        return [last[index].finish_reason for index in range(4)], runner.steps
+
+    reasons, steps = asyncio.run(work())
+    assert reasons == ["abort"] * 4 and steps <= 2

@@ -78,7 +78,13 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
         )
         slots = options.max_num_seqs + options.depth  # a row that ended is held until its last flight has landed
         scheduler = Scheduler(options, cache, max_model_len=plan.max_model_len, slots=slots)
-        sampler = Sampler(slots, parts.model.vocab_size, plan.max_model_len, device.torch)
+        sampler = Sampler(
+            slots,
+            parts.model.vocab_size,
+            plan.max_model_len,
+            device.torch,
+            logprobs_mode=config.model.logprobs_mode,
+        )
         limits = Limits(
             rows=slots,
             max_seqs=options.max_num_seqs,

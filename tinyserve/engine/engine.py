@@ -25,7 +25,7 @@ from typing import Any
 from attrs import evolve
 
 from ..config import EngineConfig
-from ..errors import EngineDead, Overloaded, RequestError
+from ..errors import EngineDead, Overloaded, RequestError, TinyserveError
 from ..request import BeamSearchParams, FinishReason, Output, SamplingParams
 from ..step import StepInput
 from ..telemetry import Metrics, NoMetrics
@@ -33,6 +33,7 @@ from .answer import Answer
 from .assemble import Machine, assemble
 from .beam import search
 from .chat import Chat
+from .fanout import Followers
 from .intake import Call, Intake, Prepared, Rules
 from .meter import Meter
 from .outputs import BeamSearchOutput
@@ -75,6 +76,7 @@ class Engine:
         self.chat = Chat(parts, self.intake)
         self.meter = Meter(metrics or NoMetrics())
         self.streams = Streams(self._finish, self.meter)
+        self._followers = Followers()
         self.arrivals = asyncio.Event()
         self._landed = asyncio.Event()  # set: no flight is under way, and none starts before the next arrival
         self._gate = Gate.OPEN
@@ -123,7 +125,8 @@ class Engine:
             updates = scheduler.commit(await flying.popleft())
             for update in updates:
                 self.streams.push(update)
-            self.meter.landed(updates, scheduler, self.machine.cache.usage)
+                self._follow(update.request_id)
+            self.meter.landed(updates, scheduler.stats())
             self._last_step = time.monotonic()
 
     def _plan(self) -> StepInput | None:
@@ -137,6 +140,7 @@ class Engine:
     async def _rest(self) -> None:
         """Sleep until something has arrived."""
         self._landed.set()
+        self.meter.queues(self.machine.scheduler.stats())
         await self.arrivals.wait()
         self.arrivals.clear()
         self._landed.clear()
@@ -221,16 +225,36 @@ class Engine:
         ]
         added: list[str] = []
         try:
-            for request in prepared.requests:
+            for request in prepared.requests[:1] if self._shares(prepared) else prepared.requests:
                 self.machine.scheduler.add(request)
                 added.append(request.id)
-        except BaseException:
+        except BaseException as error:
             for request_id in added:
                 self._finish(request_id, FinishReason.ABORT)
+            self.meter.refused(error, self.config.scheduler, self.machine.scheduler.num_waiting)
             raise
+        if len(added) < n:
+            self._followers.hold(prepared.requests)
         stream = self.streams.open(answers, interval)
         self._wake()
         return stream
+
+    def _shares(self, prepared: Prepared) -> bool:
+        """Whether answers 1.. should wait for answer 0's prompt: there is a whole block to share, and no queue limit,
+        under which a call is taken or refused as a whole."""
+        first, options = prepared.requests[0], self.config.scheduler
+        limited = options.max_num_queued_reqs is not None or options.max_num_queued_tokens is not None
+        long = len(first.prompt_ids) > self.machine.cache.block_size
+        return long and first.reads_cache and self.config.cache.enable_prefix_caching and not limited
+
+    def _follow(self, leader: str) -> None:
+        """Queue the answers that waited for this one's first token."""
+        for request in self._followers.take(leader):
+            if request.id in self.streams:
+                try:
+                    self.machine.scheduler.add(request)
+                except TinyserveError as error:
+                    self.streams.refuse(request.id, error)
 
     def _admit(self) -> None:
         self.check_health()
@@ -240,6 +264,7 @@ class Engine:
             raise Overloaded(f"The engine is {state} and takes no requests now.")
 
     def _finish(self, request_id: str, reason: FinishReason) -> None:
+        self._followers.take(request_id)
         if self._cause is None and self.machine.scheduler is not None:
             self.machine.scheduler.finish(request_id, reason)
             self._wake()

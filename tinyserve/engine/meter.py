@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
-from ..errors import NumericsError
+from ..config import SchedulerOptions
+from ..errors import NumericsError, Overloaded
 from ..request import FinishReason, Output
+from ..scheduling.scheduler import SchedulerStats, Update
 from ..step import StepInput
 from ..telemetry import NoMetrics, RequestStats
 from .answer import Answer
@@ -23,22 +24,32 @@ class Meter:
     def __init__(self, metrics: NoMetrics) -> None:
         self.metrics = metrics
         self._flying: deque[tuple[int, int]] = deque()
+        self._preemptions = 0
 
     def launched(self, step: StepInput) -> None:
         """A step takes off. Slices of one position are decodes, all others compute a prompt."""
         prompt = sum(piece.count for piece in step.slices if piece.count > 1 or not piece.samples)
         self._flying.append((step.num_tokens, prompt))
 
-    def landed(self, updates: Sequence[Any], scheduler: Any, kv_usage: float) -> None:
+    def landed(self, updates: Sequence[Update], stats: SchedulerStats) -> None:
         """The oldest step has been committed."""
         tokens, prompt = self._flying.popleft()
         generated = sum(len(update.token_ids) for update in updates)
         self.metrics.step(tokens=tokens, prompt_tokens=prompt, generation_tokens=generated)
-        self.queues(scheduler, kv_usage)
+        if stats.preemptions > self._preemptions:
+            self.metrics.preempted(stats.preemptions - self._preemptions)
+            self._preemptions = stats.preemptions
+        self.queues(stats)
 
-    def queues(self, scheduler: Any, kv_usage: float) -> None:
-        """Something was queued, ended or moved."""
-        self.metrics.queues(running=scheduler.num_running, waiting=scheduler.num_waiting, kv_usage=kv_usage)
+    def queues(self, stats: SchedulerStats) -> None:
+        """The scheduler's numbers of the moment."""
+        self.metrics.queues(running=stats.running, waiting=stats.waiting, kv_usage=stats.kv_usage)
+
+    def refused(self, error: BaseException, options: SchedulerOptions, waiting: int) -> None:
+        """The scheduler did not take a request; counts only what was refused because too much waits."""
+        if isinstance(error, Overloaded):
+            full = options.max_num_queued_reqs is not None and waiting >= options.max_num_queued_reqs
+            self.metrics.rejected("queue_reqs" if full else "queue_tokens")
 
     def output(self, answer: Answer, output: Output, before: float | None) -> None:
         """An answer grew. before: when its token before this one came, None for the first."""
