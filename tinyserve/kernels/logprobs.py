@@ -21,7 +21,7 @@ import triton.language as tl
 from attrs import frozen
 
 from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
-from .threshold import ordered_key
+from .threshold import exp_, ordered_key
 
 MAX_K = 64  # more alternatives than this are sorted by torch; the kernel's time grows with k, a sort's does not
 TILE = 2048
@@ -48,7 +48,8 @@ def logprobs_reference(logits: torch.Tensor, targets: torch.Tensor, rows: torch.
     """The specification of `logprobs`, with its arguments."""
     values = (logits if rows is None else logits[rows]).float()
     target = values.gather(1, targets.long()[:, None])
-    log_z = values.logsumexp(dim=-1)
+    top = values.amax(dim=-1, keepdim=True)
+    log_z = top[:, 0] + exp_(values - top).sum(dim=-1).log()
     rank = (values >= target).sum(dim=-1, dtype=torch.int32)
     return TokenScores(target[:, 0] - log_z, rank, log_z)
 

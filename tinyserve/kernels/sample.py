@@ -25,6 +25,7 @@ import triton.language as tl
 
 from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
 from .philox import uniform_of, uniform_reference
+from .threshold import exp_
 
 # Ids in one tile: 2048 to 4096 with 4 warps were best from 32 rows up, 1024 for one row by 0.3 us (H200, V 151936).
 # It is no launch option: a tuned value would change the sums, and with them a token now and then.
@@ -75,7 +76,7 @@ def _weights(
     rows, V = logits.shape
     width = min(V, TILE)
     out = logits.new_zeros(rows, cdiv(V, width) * width)
-    weights = torch.sub(logits, top[:, None], out=out[:, :V]).mul_(_inverse(temperature)[:, None]).exp_()
+    weights = exp_(torch.sub(logits, top[:, None], out=out[:, :V]).mul_(_inverse(temperature)[:, None]))
     if threshold is not None:
         dropped = logits < threshold[:, None]
         if (last_tie < V - 1).any():

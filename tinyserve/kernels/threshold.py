@@ -58,6 +58,15 @@ def threshold_reference(
     return out, last_tie
 
 
+def exp_(x: torch.Tensor) -> torch.Tensor:
+    """exp(x) in place for x <= 0, and 0 below -80: what a CPU's exp does with such numbers takes four times as long.
+
+    At V 49152 on one core: 44 us for ordinary logits, 189 us when most results underflow, 55 us this way. A token that
+    is e**-80 times as likely as the best one is beyond the 24 bits of a uniform number anyhow.
+    """
+    return torch.nn.functional.threshold_(x.clamp_min_(-80).exp_(), 2e-35, 0.0)
+
+
 def _drop(temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """How far below the largest logit min-p reaches: [L], -inf where it is off."""
     return torch.where(min_p > 0, temperature * min_p.log(), -INF)
@@ -76,7 +85,7 @@ def _nucleus(
     V = len(values)
     ids = (values >= bound).nonzero()[:, 0] if bound > -INF else torch.arange(V, device=values.device)
     values = values[ids] if len(ids) < V else values
-    weights = (values - top).mul_(scale).exp_()
+    weights = exp_((values - top).mul_(scale))
     low, high, missing = _bracket(values, weights, torch.maximum(bound, values.min()), p, top, scale)
     inside = ((values >= low) & (values < high)).nonzero()[:, 0]
     if len(inside) == 0:  # p is 1 but for rounding: nothing more to drop
