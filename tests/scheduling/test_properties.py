@@ -160,7 +160,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 Traffic.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 TestTraffic = Traffic.TestCase
 

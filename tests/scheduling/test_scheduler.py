@@ -236,17 +236,31 @@ class TestPreemption:
         assert again.tokens == (*made.prompt_ids, *lab.right(made)[:2])
 
     def test_nobody_is_admitted_in_the_step_of_a_preemption(self):
-        """Three blocks come back from c and d would need two of them; it waits for the next step."""
-        lab = Lab(blocks=8, max_num_batched_tokens=100, max_num_seqs=3)
-        for name, prompt in (("a", 8), ("b", 8), ("c", 12)):
-            lab.add(name, prompt=prompt, max_tokens=5)
+        """c gives up three blocks, a and b take one each, and d would need just one; it waits for the next step."""
+        lab = Lab(blocks=7, max_num_batched_tokens=100, scheduling_policy="priority")
+        for name, prompt in (("a", 8), ("b", 8), ("c", 9)):
+            lab.add(name, prompt=prompt, max_tokens=5, priority=ord(name))
         lab.step()
-        lab.add("d", prompt=2, max_tokens=1)
-
-        before = lab.preemptions
+        lab.add("d", prompt=2, max_tokens=1, priority=0)
         step = lab.plan()
 
-        assert lab.preemptions == before + 1 and not step.opened
+        assert lab.preemptions == 1 and len(step.slices) == 2 and not step.opened
+        lab.commit()
+        assert [seq.request.id for seq in lab.scheduler._waiting] == ["d", "c"]
+        assert lab.plan().opened[0].prompt_len == 2
+
+    def test_while_blocks_are_on_their_way_back_nobody_else_is_preempted(self):
+        """Depth 2: a and b both need a third block. c's two are held by a flight: both wait for them, b is not hit."""
+        lab = Lab(blocks=6, depth=2, max_num_batched_tokens=100)
+        made = [lab.add(name, prompt=7, max_tokens=5) for name in "abc"]
+        lab.plan()
+        lab.plan()
+        lab.commit()
+
+        assert lab.plan() is None and lab.preemptions == 1
+        lab.commit()
+        assert [piece.slot for piece in lab.plan().slices] == [0, 1] and lab.preemptions == 1
+        assert [lab.run()[one.id].tokens for one in made] == [lab.right(one) for one in made]
 
     def test_the_cached_count_is_that_of_the_first_admission(self):
         lab = Lab(blocks=4, max_num_batched_tokens=100)

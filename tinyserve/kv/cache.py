@@ -154,7 +154,7 @@ class KVCache:
             spare: blocks that must stay free.   reads: whether a cached prefix may be used.
         Returns: None when it does not fit; nothing is held then.
         """
-        if kv.awaits in self._promised and reads:
+        if kv.awaits in self._promised:
             return Admission(0, 0)
         known, size = len(tokens), self.block_size
         names: list[bytes] = []

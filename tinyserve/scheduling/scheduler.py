@@ -218,7 +218,7 @@ class Scheduler:
     def _continue_running(self, step: StepDraft) -> bool:
         """Give each running sequence its share; False when one was short of blocks: nobody is admitted then."""
         running, extend = self._tenants.running, self._cache.extend
-        enough, blocked, index = True, False, 0
+        enough, index = True, 0
         while index < len(running) and step.left > 0:
             seq = running[index]
             index += 1
@@ -237,10 +237,8 @@ class Scheduler:
                 step.add(seq, count, drafts)
                 continue
             enough = False
-            if not blocked and self._tenants.make_room(seq, end):
+            if self._tenants.make_room(seq, end):
                 step.add(seq, count, drafts)
-            else:
-                blocked = True  # what it waits for is not taken from others a second time
         return enough
 
     def _admit_waiting(self, step: StepDraft) -> None:
