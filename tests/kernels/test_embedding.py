@@ -51,8 +51,9 @@ def test_a_table_of_more_than_2_to_the_31_elements(device):
 
 
 def compile_cases():
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for index_type in (torch.int32, torch.int64):
-            yield lambda dtype=dtype, index_type=index_type: embedding.embed(
-                torch.empty(4, dtype=index_type), torch.empty(1000, 576, dtype=dtype), scale=2.0
-            )
+    def case(dtype, index_type=torch.int32):
+        embedding.embed(torch.empty(4, dtype=index_type), torch.empty(1000, 576, dtype=dtype), scale=2.0)
+
+    yield lambda: case(torch.float32, torch.int64)
+    yield lambda: case(torch.float16)
+    yield lambda: case(torch.bfloat16)

@@ -204,6 +204,6 @@ def compile_cases():
 
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         yield lambda dtype=dtype: case(128, 128, dtype, norm=True)
-        yield lambda dtype=dtype: case(80, 32, dtype, interleaved=True)
+    yield lambda: case(80, 32, torch.bfloat16, interleaved=True)
     yield lambda: case(256, None, torch.bfloat16)
     yield lambda: case(64, 64, torch.float32, cache_dtype=torch.bfloat16)
