@@ -18,6 +18,7 @@ import contextlib
 import enum
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -25,20 +26,19 @@ from typing import Any
 from attrs import evolve
 
 from ..config import EngineConfig
-from ..errors import EngineDead, Overloaded, RequestError, TinyserveError
+from ..errors import EngineDead, Overloaded, RequestError
 from ..request import BeamSearchParams, FinishReason, Output, SamplingParams
 from ..step import StepInput
 from ..telemetry import Metrics, NoMetrics
-from .answer import Answer
+from .admission import Admission
 from .assemble import Machine, assemble
 from .beam import search
 from .chat import Chat
-from .fanout import Followers
 from .intake import Call, Intake, Prepared, Rules
 from .meter import Meter
 from .outputs import BeamSearchOutput
 from .parts import Parts, Phases, load_parts
-from .streams import Stream, Streams
+from .streams import Streams
 
 _log = logging.getLogger(__name__)
 CLOSE_SECONDS = 60  # how long `close` waits for the steps under way; the largest CPU prefill takes a few
@@ -76,7 +76,7 @@ class Engine:
         self.chat = Chat(parts, self.intake)
         self.meter = Meter(metrics or NoMetrics())
         self.streams = Streams(self._finish, self.meter)
-        self._followers = Followers()
+        self.admission = Admission(config, machine, parts.tokenizer, self.streams, self.meter, self._finish)
         self.arrivals = asyncio.Event()
         self._landed = asyncio.Event()  # set: no flight is under way, and none starts before the next arrival
         self._gate = Gate.OPEN
@@ -125,7 +125,7 @@ class Engine:
             updates = scheduler.commit(await flying.popleft())
             for update in updates:
                 self.streams.push(update)
-                self._follow(update.request_id)
+                self.admission.follow(update.request_id)
             self.meter.landed(updates, scheduler.stats())
             self._last_step = time.monotonic()
 
@@ -156,6 +156,7 @@ class Engine:
         except Exception as error:
             _log.critical("the engine's loop ended", exc_info=error)
             self._cause = error
+            traceback.clear_frames(error.__traceback__)  # they hold the scheduler and the runner
             self.streams.fail(self._death)
         finally:
             self._landed.set()
@@ -208,53 +209,14 @@ class Engine:
 
     async def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncGenerator[Output, None]:
         """Queue a prepared call and yield its outputs; see `generate`."""
-        stream = self._submit(prepared, stream_interval or self.config.scheduler.stream_interval)
+        self._admit()
+        stream = self.admission.submit(prepared, stream_interval or self.config.scheduler.stream_interval)
+        self._wake()
         try:
             while not stream.exhausted:
                 yield await stream.get()
         finally:
             self.streams.cancel(stream, tell=False)
-
-    def _submit(self, prepared: Prepared, interval: int) -> Stream:
-        """Queue all requests of a call, or none."""
-        self._admit()
-        n = len(prepared.requests)
-        answers = [
-            Answer(request, prepared.name, index, self.parts.tokenizer, siblings=n)
-            for index, request in enumerate(prepared.requests)
-        ]
-        added: list[str] = []
-        try:
-            for request in prepared.requests[:1] if self._shares(prepared) else prepared.requests:
-                self.machine.scheduler.add(request)
-                added.append(request.id)
-        except BaseException as error:
-            for request_id in added:
-                self._finish(request_id, FinishReason.ABORT)
-            self.meter.refused(error, self.config.scheduler, self.machine.scheduler.num_waiting)
-            raise
-        if len(added) < n:
-            self._followers.hold(prepared.requests)
-        stream = self.streams.open(answers, interval)
-        self._wake()
-        return stream
-
-    def _shares(self, prepared: Prepared) -> bool:
-        """Whether answers 1.. should wait for answer 0's prompt: there is a whole block to share, and no queue limit,
-        under which a call is taken or refused as a whole."""
-        first, options = prepared.requests[0], self.config.scheduler
-        limited = options.max_num_queued_reqs is not None or options.max_num_queued_tokens is not None
-        long = len(first.prompt_ids) > self.machine.cache.block_size
-        return long and first.reads_cache and self.config.cache.enable_prefix_caching and not limited
-
-    def _follow(self, leader: str) -> None:
-        """Queue the answers that waited for this one's first token."""
-        for request in self._followers.take(leader):
-            if request.id in self.streams:
-                try:
-                    self.machine.scheduler.add(request)
-                except TinyserveError as error:
-                    self.streams.refuse(request.id, error)
 
     def _admit(self) -> None:
         self.check_health()
@@ -264,7 +226,7 @@ class Engine:
             raise Overloaded(f"The engine is {state} and takes no requests now.")
 
     def _finish(self, request_id: str, reason: FinishReason) -> None:
-        self._followers.take(request_id)
+        self.admission.forget(request_id)
         if self._cause is None and self.machine.scheduler is not None:
             self.machine.scheduler.finish(request_id, reason)
             self._wake()
