@@ -181,6 +181,10 @@ class EngineConfig:
              "--ssl-ca-certs asks clients for certificates, which needs --ssl-certfile and --ssl-keyfile."),
             (server.allow_credentials and "*" in server.allowed_origins,
              "--allow-credentials needs named --allowed-origins: '*' would let every web page act for its visitor."),
+            (self.runner.batch_invariant,
+             "--batch-invariant is not built yet: float32 on the CPU comes closest."),
+            (self.runner.cudagraph_capture_sizes is not None,
+             "--cudagraph-capture-sizes: device graphs are not built yet."),
             (bool(self.cache.block_size) and self.cache.block_size % 8 != 0,
              f"--block-size must be a multiple of 8, got {self.cache.block_size}; 16, 32 and 64 are fast."),
         )  # fmt: skip
@@ -228,6 +232,8 @@ NOT_YET = {
     "trust_remote_code": None, "model_impl": None, "logits_processors": None, "enable_sleep_mode": None,
     "otlp_traces_endpoint": None, "attention_backend": None, "compilation_config": "-cc", "optimization_level": "-O",
     "profiler_config": None, "middleware": None, "enable_prompt_embeds": None, "api_server_count": None,
+    "performance_mode": None, "max_cudagraph_capture_size": None, "task": None, "disable_fastapi_docs": None,
+    "uvicorn_log_level": None, "disable_uvicorn_access_log": None, "disable_log_requests": None,
     "tokenizer_mode": None, "tokenizer_revision": None, "sse_keep_alive_interval": None, "hf_token": None,
 }  # fmt: skip
 

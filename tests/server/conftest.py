@@ -24,8 +24,8 @@ class ByteTokenizer:
 
     vocab_size = 266
 
-    def encode(self, text):
-        return list(text.encode())
+    def encode(self, text, *, add_special_tokens=True, limit=None):
+        return list(text.encode())[: None if limit is None else limit + 1]
 
     def token_bytes(self, token):
         return bytes([token]) if token < 256 else NAMES.get(token, "").encode()

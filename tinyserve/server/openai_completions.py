@@ -8,6 +8,7 @@ Before: fields.py, sampling.py, logprobs.py.  After: sse.py (sends it), engine/e
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, req
 from .sse import Generation, Tally
 
 MAX_PROMPTS = 1024
+COUNTED = 4  # a prompt is counted exactly up to so many contexts; of a longer one the refusal says 'at least'
+INLINE_CHARACTERS = 2048  # 1 ms of work; longer texts go to a thread
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -112,20 +115,33 @@ def read_prompts(fields: Fields) -> list[str | list[int]]:
 
 async def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) -> Prompt:
     """Ids and text of one prompt, cut if asked. All prompts are checked before any of them runs."""
+    cut = fields.given("truncate_prompt_tokens")
+    longest = engine.max_model_len
     if isinstance(prompt, str):
-        ids = await engine.tokenize(prompt, add_special_tokens=fields.flag("add_special_tokens", True))
+        ids = await _ids_of(engine, prompt, fields.flag("add_special_tokens", True), None if cut else COUNTED * longest)
     else:
         ids = prompt
         if min(ids) < 0:
             fields.refuse("prompt", f"token ids must not be negative, got {min(ids)}.")
-    ids = cut_prompt(fields, ids, engine.max_model_len)
+    ids = cut_prompt(fields, ids, longest)
     if not ids:
         raise RequestError("The prompt is empty: at least one token is needed.", param="prompt")
-    if len(ids) >= engine.max_model_len:
-        raise ContextLengthExceeded(len(ids), engine.max_model_len)
-    if isinstance(prompt, str) and not fields.given("truncate_prompt_tokens"):
+    if len(ids) >= longest:
+        raise ContextLengthExceeded(
+            len(ids), longest, at_least=isinstance(prompt, str) and len(ids) > COUNTED * longest
+        )
+    if isinstance(prompt, str) and not cut:
         return Prompt(prompt, ids)
     return Prompt(engine.tokenizer.decode(ids, skip_special_tokens=False) if fields.flag("echo") else "", ids)
+
+
+async def _ids_of(engine: EngineFace, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
+    """Tokenise, a long text off the loop. limit: stop a little after so many tokens: more are refused anyway."""
+
+    def work() -> list[int]:
+        return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+
+    return work() if len(text) <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 def _decided(fields: Fields, echo: bool) -> dict[str, Any]:
