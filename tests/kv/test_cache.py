@@ -290,6 +290,17 @@ def test_groups_shorten_a_hit_until_all_agree():
         cache.release(run[0], tokens(17), 0)
 
 
+def test_a_group_that_agreed_is_asked_again_when_a_later_one_shortens():
+    """W = 9 has blocks 0 _ 2 3 and agrees to 16; W = 5 lost block 3, so 12; for that W = 9 needs 1 and 2, so 4."""
+    cache = make(windows=(None, 9, 5), blocks=40)
+    run_through(cache, tokens(17))
+    names = cache.sequence(request(prompt=tokens(17))).chain.grow(tokens(17), 4)
+    for group, lost in ((1, 1), (2, 3)):
+        cache._pool._forget(cache._pool._index[group][names[lost]][0])
+
+    assert cached(cache, tokens(17)) == 4
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 5), (5,)])
 def test_distrusted_blocks_are_not_found_and_never_named(windows):
     """Also not later, when another sequence has named the blocks before them: 8 tokens, not 16."""

@@ -418,6 +418,15 @@ class TestDepth:
         assert lab.commit() == []
         assert lab.cache.num_free == lab.cache.num_blocks and lab.plan().opened
 
+    def test_positions_beyond_the_end_are_not_taken_for_a_prefix(self):
+        """Depth 3: two steps fly on after the end token at position 6; block 1 (4..7) has no eighth token."""
+        lab = Lab(depth=3, device=scripted(5, EOS, 6, 8))
+        made = lab.add("a", prompt=5, max_tokens=20, eos={EOS})
+        lab.run()
+        lab.add("b", prompt=(*made.prompt_ids, 5, EOS, 6, 7), max_tokens=1)
+
+        assert lab.run()["b"].updates[0].cached_tokens == 4
+
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_one_answer_at_every_depth(self, depth):
         lab = Lab(depth=depth, max_num_batched_tokens=7)

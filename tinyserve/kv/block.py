@@ -67,6 +67,7 @@ class NameChain:
     def grow(self, tokens: Sequence[int], blocks: int) -> list[bytes]:
         """Return the names, of at least the first `blocks` blocks of `tokens`, all of which must be full."""
         names, size = self.names, self._block_size
+        assert blocks * size <= len(tokens), f"block {blocks - 1} of {len(tokens)} tokens is not full"
         for index in range(len(names), blocks):
             ids = array("i", tokens[index * size : (index + 1) * size])
             parent = names[-1] if names else ROOT
