@@ -338,6 +338,15 @@ def test_reset_waits_for_the_last_holder():
     assert cached(cache, tokens(9)) == 0
 
 
+def test_the_tail_of_a_released_sequence_is_evicted_before_its_head():
+    """Of 3 named blocks and a nameless one, a newcomer takes the nameless one and the last: 8 of 12 tokens remain."""
+    cache = make(blocks=4)
+    run_through(cache, tokens(13))
+    run_through(cache, tokens(5, 50))
+
+    assert cached(cache, tokens(13)) == 8
+
+
 def test_releasing_twice_does_nothing():
     cache = make()
     kv, _ = admit(cache, tokens(9))

@@ -222,6 +222,17 @@ class TestPreemption:
         assert [seq.request.id for seq in lab.scheduler._waiting] == ["c", "d"]
         assert lab.preemptions == 1
 
+    def test_the_front_is_before_requests_that_came_earlier_and_were_passed(self):
+        lab = Lab(blocks=4, max_num_batched_tokens=100)
+        plain = lab.scheduler._constrain
+        lab.scheduler._constrain = lambda made: Slow() if made.id == "early" else plain(made)
+        for name in ("early", "a", "b"):
+            lab.add(name, prompt=7, max_tokens=8)
+        while not lab.preemptions:
+            lab.step()
+
+        assert [seq.request.id for seq in lab.scheduler._waiting] == ["b", "early"]
+
     def test_output_tokens_are_kept_and_sent_again_when_the_row_reopens(self):
         lab = Lab(blocks=4, max_num_batched_tokens=100)
         lab.add("a", prompt=7, max_tokens=8)
@@ -682,17 +693,20 @@ class TestRefusals:
         lab.add("b", prompt=9)
 
 
+class Slow:
+    """A grammar that compiles until told otherwise."""
+
+    ready = False
+
+    def __init__(self):
+        self.seen = []
+
+    def advance(self, token):
+        self.seen.append(token)
+
+
 class TestFeaturesThatAreOff:
     def test_a_request_whose_grammar_compiles_is_passed_by_others(self):
-        class Slow:
-            ready = False
-
-            def __init__(self):
-                self.seen = []
-
-            def advance(self, token):
-                self.seen.append(token)
-
         slow = Slow()
         lab = Lab()
         plain = lab.scheduler._constrain
