@@ -54,3 +54,13 @@ def test_the_last_write_before_a_gather_counts_and_an_unchanged_batch_is_reused(
     table.write(0, 1, RowParams(temperature=0.75))
     assert table.gather((0,)).temperature.tolist() == [0.75]
     assert first.temperature.tolist() == [0.5]
+
+
+def test_alignment_does_not_follow_the_batch():
+    """Breaks at 3 rows: the second column would start at byte 12, and every kernel would be compiled once more."""
+    table = ParamTable(9, CPU)
+    for rows in range(1, 9):
+        values = table.gather(tuple(range(rows)))
+
+        assert {getattr(values, name).storage_offset() % 4 for name in (*FLOATS, "top_k", "prompt_len")} == {0}
+        assert all(getattr(values, name).is_contiguous() for name in (*FLOATS, "slots", "top_k", "prompt_len", "seeds"))

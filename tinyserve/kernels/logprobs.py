@@ -24,6 +24,7 @@ from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
 from .threshold import exp_, ordered_key
 
 MAX_K = 64  # more alternatives than this are sorted by torch; the kernel's time grows with k, a sort's does not
+WIDTHS = (1, 8, 32, MAX_K)  # k is rounded up to one of these where it sizes a block: four kernels, not one for each k
 TILE = 2048
 
 
@@ -116,13 +117,13 @@ def _largest(pairs, out_ptr, K):
         pairs = tl.where(pairs == best, -0x8000000000000000, pairs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _tile_top_kernel(
     logits_ptr,  # [L, V]
     rows_ptr,  # [R]; read if ROWS
     pairs_ptr,  # [R, tiles, K] int64: ordered key of the logit << 32 | 2**31 - 1 - id; the smallest int64 for none
     V,
-    K,  # no constexpr: a request's number of alternatives must not compile a kernel
+    K,  # not a constexpr: a request's number of alternatives must not compile a kernel
     logits_stride,  # elements between rows
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -137,7 +138,7 @@ def _tile_top_kernel(
     _largest(pairs, pairs_ptr + (index * tl.num_programs(1) + tile) * K, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K", "count"])
 def _merge_top_kernel(
     pairs_ptr,  # [R, count] int64
     out_ptr,  # [R, K] int64
@@ -171,7 +172,7 @@ def logprobs(logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | N
         raise ValueError(f"logprobs: {R} rows of logits, targets are {list(targets.shape)}")
     if not use_kernel(logits):
         return logprobs_reference(logits, targets, rows)
-    logprob, log_z = logits.new_empty(2, R, dtype=torch.float32)
+    logprob, log_z = (logits.new_empty(R, dtype=torch.float32) for _ in range(2))
     rank = logits.new_empty(R, dtype=torch.int32)
     if R:
         options = choose("logprobs", logits, {"BLOCK": min(next_power_of_2(V), 4096), "num_warps": 8}, rows=R, vocab=V)
@@ -208,7 +209,8 @@ def top_tokens(logits: torch.Tensor, k: int, rows: torch.Tensor | None = None) -
     _tile_top_kernel[(R, tiles)](
         logits, rows if some else logits, pairs, V, k, logits.stride(0), ROWS=some, TILE=tile, **options
     )
-    _merge_top_kernel[(R,)](pairs, best, tiles * k, k, BLOCK=next_power_of_2(tiles * k), **options)
+    width = next((size for size in WIDTHS if k <= size), MAX_K)
+    _merge_top_kernel[(R,)](pairs, best, tiles * k, k, BLOCK=next_power_of_2(tiles * width), **options)
     key = (best >> 32).int()
     value = torch.where(key < 0, key ^ 0x7FFFFFFF, key).view(torch.float32)  # the inverse of ordered_key
     return TopTokens(value, (0x7FFFFFFF - (best & 0x7FFFFFFF)).int())

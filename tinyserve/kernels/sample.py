@@ -249,8 +249,8 @@ def sample(
     if L == 0:
         return tokens, bad
     tiles = cdiv(V, TILE)
-    tops, sums = logits.new_empty(2, L, tiles, dtype=torch.float32)
-    best, wrong = logits.new_empty(2, L, tiles, dtype=torch.int32)
+    tops, sums = (logits.new_empty(L, tiles, dtype=torch.float32) for _ in range(2))
+    best, wrong = (logits.new_empty(L, tiles, dtype=torch.int32) for _ in range(2))
     options = choose("sample", logits, {"num_warps": 4}, rows=L, vocab=V)
     filters = (threshold, last_tie) if threshold is not None else (temperature, positions)
     switch = {"FILTER": threshold is not None, "TILE": TILE, **options}

@@ -72,7 +72,7 @@ def _token_mask_kernel(
     tl.store(logits_ptr + row * logits_stride + ids, float("-inf"), mask=banned & (ids < V))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "P"])  # both differ from batch to batch
 def _edit_tokens_kernel(
     logits_ptr,  # [L, V] float32; changed
     rows_ptr,  # [E]

@@ -66,13 +66,14 @@ class ParamTable:
         if not self._staged and slots == self._last_slots and self._last is not None:
             return self._last
         self._apply()
-        device = self._table.device
-        index = torch.tensor(slots, dtype=torch.int32, device=device)
-        rows = self._table.index_select(1, index)  # [columns, L]
+        L = len(slots)
+        # Padded to 16 bytes: Triton compiles a kernel anew when a pointer's alignment changes, so it must not follow L.
+        index = torch.tensor(slots + (0,) * (-L % 4), dtype=torch.int32, device=self._table.device)
+        rows = self._table.index_select(1, index)[:, :L]  # [columns, L]
         floats = rows[: len(FLOATS)].view(torch.float32)
         top_k, prompt_len, low, high = rows[len(FLOATS) :]
         seeds = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
-        self._last_slots, self._last = slots, RowValues(index, *floats, top_k, prompt_len, seeds)
+        self._last_slots, self._last = slots, RowValues(index[:L], *floats, top_k, prompt_len, seeds)
         return self._last
 
     def _apply(self) -> None:

@@ -167,9 +167,11 @@ class TokenEdits:
     def apply(self, logits: Tensor, rows: tuple[int, ...], context: Context) -> None:
         def pack(parts: list[_Edits]) -> tuple[Tensor, ...]:
             width = max(part.suffix.shape[1] for part in parts)
-            packed = np.concatenate(
-                [self._block(row, part, width) for row, part in zip(rows, parts, strict=True)], axis=1
-            )
+            blocks = [self._block(row, part, width) for row, part in zip(rows, parts, strict=True)]
+            # Padded to 16 bytes a row by edits that do nothing: a pointer's alignment must not follow the batch.
+            nothing = np.full((4 + width, -sum(block.shape[1] for block in blocks) % 4), ANY, dtype=np.int32)
+            nothing[0] = 0
+            packed = np.concatenate([*blocks, nothing], axis=1)
             block = torch.from_numpy(packed).to(self._device, non_blocking=True)
             return block[0], block[1], block[2].view(torch.float32), block[3], block[4:].t().contiguous()
 
