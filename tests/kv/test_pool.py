@@ -101,6 +101,18 @@ def test_discarded_names_are_not_found_and_their_idle_blocks_come_first():
     pool.check_integrity(Counter([1]))
 
 
+def test_all_blocks_of_a_discarded_name_are_forgotten():
+    pool = BlockPool(4, 2)
+    blocks = pool.take(3)
+    for number, group in zip(blocks, (0, 0, 1), strict=True):
+        pool.name(number, group, b"same")
+
+    pool.discard([b"same"])
+
+    assert pool.find(0, b"same") is pool.find(1, b"same") is None
+    pool.check_integrity(Counter(blocks))
+
+
 def test_forgetting_everything_needs_an_idle_pool():
     pool = named_pool(3)
     pool.touch([1])

@@ -1,10 +1,13 @@
 """scheduler.py, by hand: who gets how much of a step, who makes room, when a sequence ends."""
 
+import time
+from collections import deque
+
 import pytest
 
 from tinyserve.errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError, UnknownModel
 from tinyserve.request import Constraint, FinishReason, PoolingParams
-from tinyserve.step import RowParams
+from tinyserve.step import RowParams, SliceOutput, StepOutput
 
 from .harness import EOS, Lab, request
 
@@ -733,6 +736,26 @@ class TestFeaturesThatAreOff:
 
         assert [update.request_id for update in lab.step()] == ["a", "c", "d"]
         assert all(answer.reason for answer in lab.run().values())
+
+
+def test_a_full_decode_step_is_planned_and_committed_in_little_time():
+    """256 sequences, three groups: 0.6 ms when written; 1.5 ms would be felt at every step of a fast GPU."""
+    lab = Lab(blocks=9000, block_size=64, windows=(None, 512, 512), context=4000, max_num_seqs=256, depth=2,
+              max_num_batched_tokens=100_000)  # fmt: skip
+    for index in range(256):
+        lab.add(f"r{index}", prompt=[index, *range(100)], max_tokens=1000)
+    scheduler, flying, seconds = lab.scheduler, deque([lab.scheduler.plan()]), []
+    for _ in range(60):
+        began = time.perf_counter()
+        flying.append(scheduler.plan())
+        spent = time.perf_counter() - began
+        step = flying.popleft()
+        output = StepOutput(step.step_id, tuple(SliceOutput(piece.slot, (7,)) for piece in step.slices))
+        began = time.perf_counter()
+        scheduler.commit(output)
+        seconds.append(spent + time.perf_counter() - began)
+
+    assert min(seconds) < 0.0015, f"{min(seconds) * 1e3:.2f} ms"
 
 
 def test_a_step_committed_out_of_order_is_an_error():
