@@ -374,3 +374,15 @@ def test_no_rows_and_unknown_rows():
         rows.sampler.open(0, LENGTH + 1, RowParams())
     with pytest.raises(ValueError, match="logprobs_mode must be one of"):
         Rows(logprobs_mode="cooked")
+
+
+def test_inference_mode_on_and_off():
+    """The runner samples inside torch.inference_mode; a notebook may not. Both see what was opened in the other."""
+    rows, logits = Rows(), normal(2)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            rows.open(0, RowParams(seed=1, allowed=(5, 6, 7), frequency_penalty=0.5, top_p=0.9, logprobs=2))
+            rows.open(1, RowParams(seed=2, bias=((3, 2.0),)))
+            tokens, bad, _ = rows.sample(logits, [0, 1]).to_host()
+
+            assert tokens[0] in (5, 6, 7) and bad == [False, False]

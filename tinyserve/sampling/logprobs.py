@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.logprobs import logprobs, top_tokens
 from ..step import TokenLogprobs
+from .params import upload
 
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
@@ -74,7 +75,7 @@ def report(
     L, V = logits.shape
     counts = tuple(V if count < 0 else min(count, V) for count in counts)
     every = rows is None or len(rows) == L
-    index = None if every else torch.tensor(rows, device=logits.device)
+    index = None if every else upload(rows, logits.device)
     scores = logprobs(logits, tokens, index)
     top = top_tokens(logits, max(counts, default=0), index)
     if normalised:

@@ -12,6 +12,8 @@ Before: step.py (RowParams).  After: transforms.py and sampler.py, which read `R
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from attrs import frozen
@@ -22,6 +24,12 @@ from ..step import RowParams
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 COLUMNS = (*FLOATS, "top_k", "prompt_len", "seed_low", "seed_high")
 TOP_K_MAX = 2**31 - 1
+
+
+def upload(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Integers to the device as int32, without waiting for it: through pinned memory, unless the device is the CPU."""
+    host = torch.from_numpy(np.asarray(values, dtype=np.int32))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 @frozen(eq=False)
@@ -68,7 +76,7 @@ class ParamTable:
         self._apply()
         L = len(slots)
         # Padded to 16 bytes: Triton compiles a kernel anew when a pointer's alignment changes, so it must not follow L.
-        index = torch.tensor(slots + (0,) * (-L % 4), dtype=torch.int32, device=self._table.device)
+        index = upload(slots + (0,) * (-L % 4), self._table.device)
         rows = self._table.index_select(1, index)[:, :L]  # [columns, L]
         floats = rows[: len(FLOATS)].view(torch.float32)
         top_k, prompt_len, low, high = rows[len(FLOATS) :]
@@ -81,6 +89,6 @@ class ParamTable:
         if not self._staged:
             return
         packed = np.vstack([np.fromiter(self._staged, dtype=np.int32), np.stack(list(self._staged.values()), axis=1)])
-        block = torch.from_numpy(packed).to(self._table.device, non_blocking=True)
+        block = upload(packed, self._table.device)
         self._table.index_copy_(1, block[0].long(), block[1:])
         self._staged.clear()

@@ -27,7 +27,7 @@ from ..kernels.threshold import threshold
 from ..kernels.token_mask import token_mask
 from ..step import RowParams, TokenLogprobs
 from .logprobs import MODES, TokenReports, report
-from .params import ParamTable, RowValues
+from .params import ParamTable, RowValues, upload
 from .transforms import Context, Transform, standard
 
 
@@ -154,7 +154,7 @@ class Sampler:
         plan = self._plan_of(slots)
         values = self._table.gather(slots)
         if not isinstance(positions, Tensor):
-            positions = torch.tensor(positions, dtype=torch.int32, device=logits.device)
+            positions = upload(positions, logits.device)
         if grammar is not None:
             token_mask(logits, grammar.bits, grammar.rows)
         raw = logits
@@ -204,7 +204,7 @@ class Sampler:
     ) -> TokenReports:
         rows: tuple[int, ...] | None = plan.asked
         if len(rows) < len(chosen):
-            chosen = chosen[torch.tensor(rows, device=chosen.device)]
+            chosen = chosen[upload(rows, chosen.device)]
         if not self._processed:
             return report(raw, chosen, plan.counts, rows, normalised=self._normalised)
         processed = _processed(logits, values.temperature, bounds)

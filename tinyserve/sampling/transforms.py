@@ -30,7 +30,7 @@ from torch import Tensor
 from ..kernels.penalties import penalties
 from ..kernels.token_mask import ANY, edit_tokens, token_mask
 from ..step import RowParams
-from .params import RowValues
+from .params import RowValues, upload
 
 FOREVER = 2**31 - 1  # output tokens
 
@@ -110,14 +110,14 @@ class AllowedIds:
         bits = np.zeros(-(-self._vocab_size // 32) * 32, dtype=bool)
         ids = np.array(params.allowed, dtype=np.int64)
         bits[ids[(ids >= 0) & (ids < self._vocab_size)]] = True
-        self._masks[slot] = torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4")).to(self._device)
+        self._masks[slot] = upload(np.packbits(bits, bitorder="little").view("<i4"), self._device)
 
     def close(self, slot: int) -> None:
         self._masks.discard(slot)
 
     def apply(self, logits: Tensor, rows: tuple[int, ...], context: Context) -> None:
         def pack(masks: list[Tensor]) -> tuple[Tensor, Tensor]:
-            return torch.stack(masks), torch.tensor(rows, dtype=torch.int32, device=self._device)
+            return torch.stack(masks), upload(rows, self._device)
 
         token_mask(logits, *self._masks.packed(rows, context, pack))
 
@@ -172,7 +172,7 @@ class TokenEdits:
             nothing = np.full((4 + width, -sum(block.shape[1] for block in blocks) % 4), ANY, dtype=np.int32)
             nothing[0] = 0
             packed = np.concatenate([*blocks, nothing], axis=1)
-            block = torch.from_numpy(packed).to(self._device, non_blocking=True)
+            block = upload(packed, self._device)
             return block[0], block[1], block[2].view(torch.float32), block[3], block[4:].t().contiguous()
 
         edits = self._edits.packed(rows, context, pack)
