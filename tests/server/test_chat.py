@@ -122,6 +122,7 @@ def test_the_operator_can_force_usage_and_details(run):
         ({"truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"priority": "high"}, "priority"),
+        ({"stream_interval": 0}, "stream_interval"),
     ],
 )
 def test_bad_fields_are_named(run, body, param):

@@ -84,7 +84,6 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     if beam:
         outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None)
     else:
-        more["stream_interval"] = fields.integer("stream_interval")
         outputs = engine.generate(ids, sampling, request_id=request_id, **more)
     return Generation([outputs], shape.n, writer, stream=stream.stream)
 

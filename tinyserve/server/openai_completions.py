@@ -84,7 +84,6 @@ async def completions(request: Request, service: Service) -> Generation:
     log_request(
         service.config.log, request_id, sampling, [i for p in prompts for i in p.ids], str(fields.raw("prompt"))
     )
-    more["stream_interval"] = fields.integer("stream_interval")
     if beam:
         sources = [beam_outputs(engine, p.ids, beam, logprobs=sampling.logprobs is not None) for p in prompts]
     else:

@@ -131,6 +131,11 @@ def cut_prompt(fields: Fields, ids: list[int], max_model_len: int) -> list[int]:
 def request_options(fields: Fields) -> dict[str, Any]:
     """What else goes with a request to the engine."""
     options: dict[str, Any] = {"priority": fields.integer("priority", 0)}
+    interval = fields.integer("stream_interval")
+    if interval is not None:
+        if interval < 1:
+            fields.refuse("stream_interval", f"must be at least 1, got {interval}.")
+        options["stream_interval"] = interval
     salt = fields.text("cache_salt")
     if salt is not None:
         if not salt or len(salt) > 128 or set(salt) & set("@/\\\0"):

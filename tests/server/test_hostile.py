@@ -1,0 +1,92 @@
+"""Whatever a body holds, the answer is a 200 or a 4xx in OpenAI's shape: never a 500, never broken JSON."""
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinyserve.server import sampling
+
+from .conftest import FakeEngine, client_of, events, strict
+
+NAMES = sorted(
+    {
+        *sampling._NUMBERS,
+        *sampling._FLAGS,
+        *sampling._REFUSED,
+        "stop",
+        "bad_words",
+        "stop_token_ids",
+        "allowed_token_ids",
+        "logit_bias",
+        "stream",
+        "stream_options",
+        "response_format",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "priority",
+        "cache_salt",
+        "model",
+        "prompt",
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "echo",
+        "suffix",
+        "tools",
+        "tool_choice",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+        "reasoning_effort",
+        "return_token_ids",
+        "request_id",
+        "return_tokens_as_token_ids",
+        "stream_interval",
+        "use_beam_search",
+        "length_penalty",
+        "tokens",
+        "return_token_strs",
+    }
+)
+scalars = st.none() | st.booleans() | st.integers(-3, 300) | st.sampled_from([2**63, -(2**63), 1e300, 0.5, 1.0])
+scalars |= st.text(max_size=4) | st.sampled_from(["user", "assistant", "none", "auto", "text", "left", "tiny"])
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.sampled_from(NAMES), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+bodies = st.dictionaries(st.sampled_from(NAMES), values, max_size=6)
+GOOD = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]}, "/v1/completions": {"prompt": "x"},
+        "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}}  # fmt: skip
+
+
+def test_no_body_is_a_server_error():
+    """120 random bodies on each of four routes; the engine's own face is faked, so a 500 would be the server's."""
+
+    @settings(max_examples=120, deadline=None, derandomize=True)
+    @given(bodies, st.booleans())
+    def check(body, complete):
+        async def go():
+            engine = FakeEngine()
+            async with client_of(engine, max_logprobs=20) as client:
+                for url, good in GOOD.items():
+                    sent = {**good, **body} if complete else body
+                    response = await client.post(url, json=sent)
+                    assert response.status_code in (200, 400, 404, 413), (url, sent, response.text)
+                    if response.headers["content-type"].startswith("text/event-stream"):
+                        events(response)
+                    else:
+                        strict(response.text)
+            assert engine.running == 0
+
+        asyncio.run(go())
+
+    check()
