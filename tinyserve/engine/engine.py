@@ -168,7 +168,7 @@ class Engine:
 
     # ---- requests
 
-    async def generate(
+    def generate(
         self,
         prompt: str | Sequence[int] | Mapping[str, Any],
         sampling: SamplingParams | None = None,
@@ -193,7 +193,6 @@ class Engine:
             stream_interval: tokens per output, instead of --stream-interval.
         Raises: RequestError: at the first step of the iteration, before anything is queued. Overloaded, EngineDead.
         """
-        self._admit()
         call = Call(
             prompt=prompt,
             sampling=sampling,
@@ -203,13 +202,13 @@ class Engine:
             add_special_tokens=add_special_tokens,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )
-        async with contextlib.aclosing(self.outputs(await self.intake.prepare(call), stream_interval)) as outputs:
-            async for output in outputs:
-                yield output
+        return self.outputs(call, stream_interval)
 
-    async def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncGenerator[Output, None]:
-        """Queue a prepared call and yield its outputs; see `generate`."""
+    async def outputs(self, call: Call | Prepared, stream_interval: int | None = None) -> AsyncGenerator[Output, None]:
+        """Prepare a call if it is not, queue it and yield its outputs; see `generate`."""
         self._admit()
+        prepared = call if isinstance(call, Prepared) else await self.intake.prepare(call)
+        self._admit()  # much may have happened while a long text was tokenised
         stream = self.admission.submit(prepared, stream_interval or self.config.scheduler.stream_interval)
         self._wake()
         try:

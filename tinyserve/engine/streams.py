@@ -54,11 +54,18 @@ class Stream:
         waiting.append(output)
         if len(waiting) >= _JOIN_AT:
             waiting[:] = [merged(waiting)]
-        first = output.index not in self._started
-        if first or output.finished or sum(len(piece.token_ids) for piece in waiting) >= self._interval:
-            self._started.add(output.index)
+        if output.finished or self._enough(output.index, waiting):
             self._due[output.index] = None
             self._news.set()
+
+    def _enough(self, index: int, waiting: list[Output]) -> bool:
+        """Whether what waits of an answer is to be shown now."""
+        if self._interval == 1:
+            return True
+        if index not in self._started:
+            self._started.add(index)
+            return True
+        return sum(len(piece.token_ids) for piece in waiting) >= self._interval
 
     def fail(self, error: Exception) -> None:
         """End all of it: the reader gets `error` instead of anything that still waits."""
