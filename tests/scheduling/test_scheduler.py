@@ -520,6 +520,17 @@ class TestEnds:
         assert [update.token_ids for update in answer.updates] == [(4,), (5, EOS)]
         assert len(lab.runner.steps) == 2
 
+    def test_drafts_follow_the_last_token_only_not_a_chunk_of_one(self):
+        class Eager:
+            def propose(self, tokens, most):
+                return (999,) * most
+
+        lab = Lab(drafter=Eager(), long_prefill_token_threshold=1, max_num_batched_tokens=9)
+        made = [lab.add(name, prompt=4, max_tokens=3) for name in "ab"]
+
+        assert [lab.run()[one.id].tokens for one in made] == [lab.right(one) for one in made]
+        assert all(piece.samples for step in lab.runner.steps for piece in step.slices if piece.drafts)
+
     def test_rejected_drafts_are_computed_over(self):
         class Wrong:
             def propose(self, tokens, most):

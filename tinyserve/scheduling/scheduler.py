@@ -225,10 +225,10 @@ class Scheduler:
             count = seq.to_compute()
             if count <= 0:
                 continue
+            drafts = ()
             if count > 1:
                 count = min(count, step.room())
-            drafts = ()
-            if count == 1 and not seq.in_flight:
+            elif not seq.in_flight:
                 room = min(step.left, seq.ends.limit - len(seq.tokens)) - 1
                 drafts = self._drafter.propose(seq.tokens, room)
                 count += len(drafts)
