@@ -44,7 +44,8 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(3, 14), size=st.sampled_from([1, 2, 4]), windows=st.sampled_from(WINDOWS),
         depth=st.integers(1, 3), budget=st.integers(1, 24), seqs=st.integers(1, 5), extra_rows=st.integers(0, 2),
-        scheduling_policy=st.sampled_from(["fcfs", "priority"]), long_prefill_token_threshold=st.sampled_from([0, 1, 3]),
+        scheduling_policy=st.sampled_from(["fcfs", "priority"]),
+        long_prefill_token_threshold=st.sampled_from([0, 1, 3]),
         scheduler_reserve_full_isl=st.booleans(), watermark=st.sampled_from([0.0, 0.2]), caching=st.booleans(),
         chunked=st.booleans(), guess=st.booleans(),
     )  # fmt: skip
