@@ -9,62 +9,65 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 from typing import Any
-
-import httpx
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from ..config import client_api_key
 from ..errors import ConfigError, EngineError
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt, /exit or Ctrl-D leaves."
-TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a busy server may queue a request for long
+TIMEOUT = 600.0  # seconds without a byte; a busy server may queue a request for long
 
 
 class Client:
     """A minimal client of one server. Args: url: up to and including /v1.   model: None takes the first one served."""
 
     def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=url.rstrip("/") + "/", headers=headers, timeout=TIMEOUT)
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        if not self._url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url must begin with http:// or https://, got {url!r}.")
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
-        try:
-            response = self._http.get("models")
-        except httpx.HTTPError as error:
-            raise EngineError(
-                f"no server answers at {self._http.base_url} ({error}). Start one: python -m tinyserve"
-            ) from None
-        _check(response)
-        return response.json()["data"][0]["id"]
+        with self._open("models", None) as response:
+            return json.load(response)["data"][0]["id"]
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed answer. Raises: EngineError: the server refused, failed or went away."""
         body = {"model": self.model, "stream": True, **body}
         try:
-            with self._http.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    response.read()
-                    _check(response)
-                for line in response.iter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
+            with self._open(path, json.dumps(body).encode()) as response:
+                for line in response:
+                    if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                         continue
-                    chunk = json.loads(line.removeprefix("data: "))
+                    chunk = json.loads(line.removeprefix(b"data: "))
                     if "error" in chunk:
                         raise EngineError(chunk["error"]["message"])
                     yield chunk
-        except httpx.HTTPError as error:
+        except (OSError, HTTPException) as error:
             raise EngineError(f"the connection to the server broke: {error}") from None
 
+    def _open(self, path: str, body: bytes | None) -> Any:
+        """Send a request and return the response, to be read piece by piece."""
+        try:
+            return urlopen(Request(f"{self._url}/{path}", body, self._headers), timeout=TIMEOUT)
+        except HTTPError as error:
+            raise EngineError(f"the server answered {error.code}: {_message(error.read())}") from None
+        except (URLError, OSError) as error:
+            reason = getattr(error, "reason", error)
+            raise EngineError(f"no server answers at {self._url} ({reason}). Start one: python -m tinyserve") from None
 
-def _check(response: httpx.Response) -> None:
-    if response.status_code == 200:
-        return
+
+def _message(body: bytes) -> str:
     try:
-        message = response.json()["error"]["message"]
+        return json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = response.text[:200]
-    raise EngineError(f"the server answered {response.status_code}: {message}")
+        return body[:200].decode("utf-8", "replace")
 
 
 def run_chat(argv: Sequence[str]) -> int:
