@@ -185,6 +185,14 @@ def test_a_chunk_reserves_only_its_blocks_but_the_gate_asks_for_the_whole_prompt
     assert admit(cache, tokens(16), most=6, gate=6)[1] is not None
 
 
+def test_the_gate_counts_at_most_window_and_chunk_blocks_for_a_window():
+    """W = 5, steps of 4: a prompt of 10 blocks never holds more than ceil((4 + 4) / 4) + 1 = 3 of the pool's."""
+    assert admit(make(blocks=3, windows=(5,)), tokens(40), most=4, gate=4)[1].count == 4
+    assert admit(make(blocks=2, windows=(5,)), tokens(40), most=4, gate=4)[1] is None
+    assert admit(make(blocks=12, windows=(None, 5)), tokens(40), most=4, gate=4)[1] is None
+    assert admit(make(blocks=13, windows=(None, 5)), tokens(40), most=4, gate=4)[1].count == 4
+
+
 def test_whole_refuses_to_split():
     cache = make()
 
