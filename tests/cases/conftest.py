@@ -1,5 +1,7 @@
 """Checkpoints of the cases, written once: TOK with the template T0, and TINY."""
 
+import gc
+
 import pytest
 
 from .harness import Oracle, write_tiny, write_tokenizer
@@ -8,6 +10,15 @@ from .harness import Oracle, write_tiny, write_tokenizer
 @pytest.fixture
 def anyio_backend():
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def freeze():
+    """Each engine collects garbage when it closes: half a second each time, unless the libraries are left out."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

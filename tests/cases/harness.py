@@ -1,8 +1,8 @@
 """A whole server per case: real app, engine, scheduler, runner and sampler around a scripted or a tiny random model.
 
-    async with serving(tiny()) as server:
-        whole, stream = await server.both(TEXT, {"prompt": "x"})        # G3 - G6 are checked on the way
-                                                                         # G1, G2 when the block ends
+async with serving(tiny()) as server:
+    whole, stream = await server.both(TEXT, {"prompt": "x"})        # G3 - G6 are checked on the way
+                                                                     # G1, G2 when the block ends
 """
 
 import asyncio
