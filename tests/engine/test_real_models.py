@@ -26,8 +26,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 SCHEDULES = {
     "together": {},
     "depth 2": {"depth": 2},
-    "chunks of 8": {"max_num_batched_tokens": 8},
-    "chunks of 8, depth 2, no prefix cache": {"max_num_batched_tokens": 8, "depth": 2, "enable_prefix_caching": False},
+    "chunks of 8": {"max_num_batched_tokens": 8, "max_num_seqs": 8},
+    "chunks of 8, depth 2, no prefix cache": {
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 8,
+        "depth": 2,
+        "enable_prefix_caching": False,
+    },
 }
 
 
@@ -46,7 +51,7 @@ def engine_config(config, num_blocks=400, **options):
     cache = {key: options.pop(key) for key in ("enable_prefix_caching",) if key in options}
     return evolve(
         config,
-        model=evolve(config.model, max_model_len=256),
+        model=evolve(config.model, max_model_len=128),
         cache=CacheOptions(block_size=16, num_gpu_blocks_override=num_blocks, **cache),
         scheduler=SchedulerOptions(**{"max_num_seqs": 16, "depth": 1} | options),
     )
@@ -60,7 +65,7 @@ def run(config, parts, work):
     """work(engine) on a fresh engine; returns (its result, the scheduler's stats)."""
 
     async def main():
-        engine = await Engine.start(config, parts=evolve(parts, max_model_len=256))
+        engine = await Engine.start(config, parts=evolve(parts, max_model_len=128))
         try:
             return await work(engine), engine.stats()
         finally:

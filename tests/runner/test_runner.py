@@ -127,3 +127,24 @@ def test_awaiting_a_landed_flight_gives_others_a_turn(make):
         return turns
 
     assert asyncio.run(main()) == [1]
+
+
+def test_a_rehearsal_is_the_largest_step_and_leaves_no_row_open(make):
+    """64 tokens over 4 rows, all sampling: 4 x 16 tokens; afterwards a row opens as if nothing had been."""
+
+    class Counting(ScriptModel):
+        sizes = ()
+
+        def forward(self, batch):
+            self.sizes = (*self.sizes, (batch.num_tokens, batch.num_seqs))
+            return super().forward(batch)
+
+    model = Counting([97])
+    runner = make(model)
+
+    runner.rehearse(LIMITS)
+
+    assert model.sizes == ((64, 4),)
+    assert runner.rows.params == [None] * 4
+    output = run(runner, opened=(SlotOpening(0, 1, (5,), GREEDY),), slices=(SeqSlice(0, 0, 1),))
+    assert output.slices[0].tokens == (97,)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from attrs import define
@@ -58,8 +59,6 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     from ..kv.cache import KVCache
     from ..kv.groups import group_layers
     from ..kv.storage import allocate
-    from ..runner.runner import Limits, Runner
-    from ..sampling.sampler import Sampler
     from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
@@ -67,34 +66,23 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     options = config.scheduler
     layers = parts.model.kv_layers()
     groups = group_layers(layers)
-    with phases("cache"):
-        plan, dtype = _plan(config, parts, device, layers)
-        storage = allocate(groups, layers, plan.num_blocks, plan.block_size, dtype, device.torch)
-        parts.model.bind(groups, storage)
-    _log.info("%s", plan.report())
     with phases("runner"):
-        cache = KVCache(
-            groups, plan.num_blocks, plan.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
-        )
-        slots = options.max_num_seqs + options.depth  # a row that ended is held until its last flight has landed
-        scheduler = Scheduler(options, cache, max_model_len=plan.max_model_len, slots=slots)
-        sampler = Sampler(
-            slots,
-            parts.model.vocab_size,
-            plan.max_model_len,
-            device.torch,
-            logprobs_mode=config.model.logprobs_mode,
-        )
-        limits = Limits(
-            rows=slots,
-            max_seqs=options.max_num_seqs,
-            max_tokens=options.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
-            block_size=plan.block_size,
-            groups=len(groups),
-            depth=options.depth,
-        )
-        runner = Runner(parts.model, sampler, limits, device)
+        runner, limits = _runner(config, parts, device, len(groups))
+    with phases("cache"):
+        dtype = _cache_dtype(config, parts)
+
+        def storage(blocks: int) -> Any:
+            return allocate(groups, layers, blocks, config.cache.block_size, dtype, device.torch)
+
+        def rehearse() -> None:
+            parts.model.bind(groups, storage(1))  # every table points at the null block
+            runner.rehearse(limits)
+
+        plan = _plan(config, parts, device, dtype, None if device.is_cpu else rehearse)
+        parts.model.bind(groups, storage(plan.num_blocks))
+    _log.info("%s", plan.report())
+    cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
+    scheduler = Scheduler(options, cache, max_model_len=plan.max_model_len, slots=limits.rows)
     return Machine(
         scheduler=scheduler,
         runner=runner,
@@ -106,15 +94,41 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     )
 
 
-def _plan(config: EngineConfig, parts: Parts, device: Any, layers: Any) -> tuple[Any, Any]:
-    """The sizes of the cache (runner.memory.CachePlan), and the dtype of its numbers."""
+def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> tuple[Any, Any]:
+    """The runner and the limits that it was built for. It comes before the cache: its buffers count as taken."""
+    from ..runner.runner import Limits, Runner
+    from ..sampling.sampler import Sampler
+
+    options, length = config.scheduler, parts.max_model_len
+    rows = options.max_num_seqs + options.depth  # a row that ended is held until its last flight has landed
+    mode = config.model.logprobs_mode
+    sampler = Sampler(rows, parts.model.vocab_size, length, device.torch, logprobs_mode=mode)
+    limits = Limits(
+        rows=rows,
+        max_seqs=options.max_num_seqs,
+        max_tokens=options.max_num_batched_tokens,
+        max_model_len=length,
+        block_size=config.cache.block_size,
+        groups=groups,
+        depth=options.depth,
+    )
+    return Runner(parts.model, sampler, limits, device), limits
+
+
+def _cache_dtype(config: EngineConfig, parts: Parts) -> Any:
+    """torch.dtype of cached keys and values."""
     import torch
 
+    asked = config.cache.kv_cache_dtype
+    return parts.dtype or torch.float32 if asked == "auto" else getattr(torch, asked)
+
+
+def _plan(config: EngineConfig, parts: Parts, device: Any, dtype: Any, rehearse: Callable[[], None] | None) -> Any:
+    """The sizes of the cache: a runner.memory.CachePlan."""
     from ..kv.groups import bytes_per_block, group_layers
     from ..runner.memory import CacheRequest, size_cache
 
-    asked = config.cache.kv_cache_dtype
-    dtype = parts.dtype or torch.float32 if asked == "auto" else getattr(torch, asked)
+    layers = parts.model.kv_layers()
     groups = group_layers(layers)
     length = config.model.max_model_len
     request = CacheRequest(
@@ -129,4 +143,4 @@ def _plan(config: EngineConfig, parts: Parts, device: Any, layers: Any) -> tuple
         num_blocks=config.cache.num_gpu_blocks_override,
         fit=length is None or length == -1,
     )
-    return size_cache(request, device, parts.weight_bytes), dtype
+    return size_cache(request, device, parts.weight_bytes, rehearse)

@@ -24,7 +24,7 @@ from attrs import frozen
 from ..device import Device
 from ..errors import EngineDead
 from ..sampling.sampler import Sampled, Sampler
-from ..step import SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs
+from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs
 from .batch import Batch, BatchBuilder
 from .flight import Flight
 from .graphs import Eager, Graphs
@@ -103,6 +103,22 @@ class Runner:
             launched = self._enqueue(step)
             landing = self._worker.submit(self._land, launched)
         return Flight(step.step_id, landing)
+
+    def rehearse(self, limits: Limits) -> None:
+        """Run one step of the largest size on rows that are closed again, so that its memory can be measured.
+
+        All block tables of the rows name the null block; what is written there is never read as data.
+        """
+        share, rest = divmod(limits.max_tokens, limits.max_seqs)
+        counts = [min(share + (seq < rest), limits.max_model_len) for seq in range(limits.max_seqs)]
+        params = RowParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=5)
+        step = StepInput(
+            step_id=0,
+            opened=tuple(SlotOpening(s, n, (0,) * n, params) for s, n in enumerate(counts) if n),
+            slices=tuple(SeqSlice(s, 0, n) for s, n in enumerate(counts) if n),
+        )
+        for part in (step, StepInput(step_id=0, closed=tuple(piece.slot for piece in step.slices))):
+            self.launch(part).landing.result()
 
     def close(self) -> None:
         """Wait for the steps under way, then free the device's memory. Safe to call twice."""
