@@ -204,8 +204,9 @@ def test_the_number_of_splits():
         ({"v_cache": torch.zeros(4, 2, 32, 64)[:, :, ::2]}, "both caches must be contiguous"),
         (
             {"seq_lens": torch.ones(3, dtype=torch.int32)},
-            r"2 sequences, but block_tables is \[2, 3\] and seq_lens \[3\]",
+            r"2 sequences, but block_tables .* is \[2, 3\] and seq_lens \[3\]",
         ),
+        ({"block_tables": torch.zeros(3, 2, dtype=torch.int32).t()}, "rows must be contiguous"),
         ({"sinks": torch.zeros(2)}, r"sinks must be \[4\], is \[2\]"),
         ({"k_cache": torch.zeros(4, 2, 24, 64), "v_cache": torch.zeros(4, 2, 24, 64)}, "blocks of 24 tokens"),
     ],
@@ -250,12 +251,13 @@ def compile_cases():
         q = torch.empty(2, 8, head_dim, dtype=dtype)
         module.attention_decode(q, cache, cache, tables, lens, scale=0.1, max_seq_len=max_seq_len, **options)
 
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for head_dim, page, max_seq_len, options in (
-            (64, 16, 4096, {}),
-            (80, 64, 4096, {"sinks": True}),
-            (128, 64, 4096, {}),
-            (128, 64, 64, {"sinks": True, "window": 1024}),
-            (256, 64, 4096, {"softcap": 50.0, "window": 1024}),
-        ):
-            yield lambda args=(dtype, head_dim, page, max_seq_len), options=options: case(*args, **options)
+    for dtype, head_dim, page, longest, options in (
+        (torch.float32, 80, 16, 4096, {}),
+        (torch.float16, 128, 64, 4096, {}),
+        (torch.bfloat16, 64, 16, 4096, {}),
+        (torch.bfloat16, 80, 64, 4096, {"sinks": True}),
+        (torch.bfloat16, 128, 64, 4096, {}),
+        (torch.bfloat16, 128, 64, 64, {"sinks": True, "window": 1024}),
+        (torch.bfloat16, 256, 64, 4096, {"softcap": 50.0, "window": 1024}),
+    ):
+        yield lambda args=(dtype, head_dim, page, longest), options=options: case(*args, **options)

@@ -216,12 +216,13 @@ def compile_cases():
             q, cache, cache, tables, starts, lens, scale=0.1, max_query_len=max_query_len, **options
         )
 
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for head_dim, page, queries, options in (
-            (64, 16, 4096, {}),
-            (80, 64, 4096, {"sinks": True}),
-            (128, 64, 4096, {}),
-            (128, 64, 4, {"sinks": True, "window": 1024}),
-            (256, 64, 4096, {"softcap": 50.0, "window": 1024}),
-        ):
-            yield lambda args=(dtype, head_dim, page, queries), options=options: case(*args, **options)
+    for dtype, head_dim, page, longest, options in (
+        (torch.float32, 80, 16, 4096, {}),
+        (torch.float16, 128, 64, 4096, {}),
+        (torch.bfloat16, 64, 16, 4096, {}),
+        (torch.bfloat16, 80, 64, 4096, {"sinks": True}),
+        (torch.bfloat16, 128, 64, 4096, {}),
+        (torch.bfloat16, 128, 64, 4, {"sinks": True, "window": 1024}),
+        (torch.bfloat16, 256, 64, 4096, {"softcap": 50.0, "window": 1024}),
+    ):
+        yield lambda args=(dtype, head_dim, page, longest), options=options: case(*args, **options)

@@ -96,17 +96,18 @@ def attention_decode_reference(
     Pages are gathered for a few sequences at a time, so that the copies are read again while they are in the cache.
     """
     heads, head_dim = k_cache.shape[1], k_cache.shape[3]
-    grouped = q.unflatten(1, (heads, -1))
+    grouped = q.view(len(q), heads, q.shape[1] // heads, head_dim)
     sinks = None if sinks is None else sinks.view(heads, -1, 1)
     lengths = seq_lens.tolist()
     at_once = max(1, WORKSPACE // (max(lengths, default=0) * heads * head_dim + 1))
     results = []
     for begin in range(0, len(lengths), at_once):
         part = slice(begin, begin + at_once)
-        k, v, visible = _gather_visible(k_cache, v_cache, block_tables[part], lengths[part], window)
-        results.append(attend(grouped[part], k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks))
+        some, tables = (grouped, block_tables) if at_once >= len(lengths) else (grouped[part], block_tables[part])
+        k, v, visible = _gather_visible(k_cache, v_cache, tables, lengths[part], window)
+        results.append(attend(some, k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks))
     result = results[0] if len(results) == 1 else torch.cat([grouped[:0], *results])
-    result = result.flatten(1, 2)
+    result = result.reshape(q.shape)
     if 0 in lengths:
         result = torch.where((seq_lens == 0)[:, None, None], 0.0, result)
     return result if out is None else out.copy_(result)
@@ -327,49 +328,49 @@ def attention_decode(
             softcap=softcap, sinks=sinks, out=out,
         )  # fmt: skip
     check_attention("attention_decode", q, k_cache, v_cache, sinks, out)
-    if block_tables.shape[0] != q.shape[0] or seq_lens.shape != q.shape[:1]:
+    if block_tables.shape[0] != q.shape[0] or seq_lens.shape != q.shape[:1] or block_tables.stride(1) != 1:
         raise ValueError(
-            f"attention_decode: {q.shape[0]} sequences, but block_tables is {list(block_tables.shape)} and seq_lens "
-            f"{list(seq_lens.shape)}"
+            f"attention_decode: {q.shape[0]} sequences, but block_tables (rows must be contiguous) is "
+            f"{list(block_tables.shape)} and seq_lens {list(seq_lens.shape)}"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    if out.numel() == 0:
-        return out
+    if out.numel():
+        options = _options(q, k_cache, max_seq_len)
+        pairs = q.shape[0] * k_cache.shape[1]
+        splits = count_splits(pairs, min(max_seq_len, window or max_seq_len), options["TILE"])
+        options |= {"WINDOW": window, "SOFTCAP": softcap > 0, "SINKS": sinks is not None}
+        where = (block_tables, seq_lens, q if sinks is None else sinks)
+        _launch(q, (k_cache, v_cache), where, out, base_2(scale, softcap), splits, options)
+    return out
+
+
+def _launch(q, caches, where, out, factors, splits, options) -> None:
+    """Attend into `out` with one split; with more into parts, and merge them."""
     sequences, heads, head_dim = q.shape
-    kv_heads, page = k_cache.shape[1:3]
-    options = _options(q, k_cache, max_seq_len)
-    splits = count_splits(sequences * kv_heads, min(max_seq_len, window or max_seq_len), options["TILE"])
+    kv_heads, page = caches[0].shape[1:3]
     target, lse = out, out
     if splits > 1:
         target = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
     _attention_decode_kernel[(kv_heads, splits, sequences)](
         q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        q if sinks is None else sinks,
+        *caches,
+        *where,
         target,
         lse,
-        q.stride(0),
-        q.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        block_tables.stride(0),
-        target.stride(0),
-        target.stride(1),
-        *base_2(scale, softcap),
+        *q.stride()[:2],
+        *caches[0].stride()[:2],
+        where[0].stride(0),
+        *out.stride()[:2],
+        *factors,
         G=heads // kv_heads,
         D=head_dim,
         PAGE=page,
-        WINDOW=window,
-        SOFTCAP=softcap > 0,
-        SINKS=sinks is not None,
         SPLIT=splits > 1,
         **options,
     )
-    return out if splits == 1 else attention_merge(target, lse, sinks=sinks, out=out)
+    if splits > 1:
+        attention_merge(target, lse, sinks=where[2] if options["SINKS"] else None, out=out)
 
 
 def base_2(scale: float, softcap: float) -> tuple[float, float]:

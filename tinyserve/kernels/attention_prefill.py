@@ -291,53 +291,57 @@ def attention_prefill(
         )  # fmt: skip
     check_attention("attention_prefill", q, k_cache, v_cache, sinks, out)
     sequences = len(seq_lens)
-    if len(block_tables) != sequences or len(query_start) != sequences + 1:
+    if len(block_tables) != sequences or len(query_start) != sequences + 1 or block_tables.stride(1) != 1:
         raise ValueError(
-            f"attention_prefill: seq_lens has {sequences} sequences, block_tables {len(block_tables)} rows and "
-            f"query_start {len(query_start)} numbers"
+            f"attention_prefill: seq_lens has {sequences} sequences, block_tables {len(block_tables)} rows (each "
+            f"must be contiguous) and query_start {len(query_start)} numbers"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    if out.numel() == 0:
-        return out
+    if out.numel():
+        options = _options(q, k_cache, max_query_len)
+        caches = (k_cache, v_cache, *_boxes(k_cache, v_cache, options))
+        where = (block_tables, query_start, seq_lens)
+        _launch(q, caches, where, sinks, out, base_2(scale, softcap), WINDOW=window, SOFTCAP=softcap > 0, **options)
+    return out
+
+
+def _boxes(k_cache, v_cache, options):
+    """TMA descriptors of both caches as [B * Hkv * P, D] in boxes of one key tile, or Nones."""
+    if not options["TMA"]:
+        return None, None
+    head_dim = k_cache.shape[3]
+    flat = (cache.view(-1, head_dim) for cache in (k_cache, v_cache))
+    return tuple(TensorDescriptor.from_tensor(one, [options["TILE"], head_dim]) for one in flat)
+
+
+def _launch(q, caches, where, sinks, out, factors, **options) -> None:
+    block_tables, _, seq_lens = where
     tokens, heads, head_dim = q.shape
+    k_cache, sequences = caches[0], len(seq_lens)
     kv_heads, page = k_cache.shape[1:3]
-    options = _options(q, k_cache, max_query_len)
-    tiles = tokens // (options["BLOCK_M"] // (heads // kv_heads)) + sequences + 1
-    boxes = [None, None]
-    if options["TMA"]:
-        flat = (cache.view(-1, head_dim) for cache in (k_cache, v_cache))
-        boxes = [TensorDescriptor.from_tensor(one, [options["TILE"], head_dim]) for one in flat]
+    group = heads // kv_heads
+    tiles = tokens // (options["BLOCK_M"] // group) + sequences + 1
     _attention_prefill_kernel[(tiles * kv_heads,)](
         q,
-        k_cache,
-        v_cache,
-        *boxes,
-        block_tables,
-        query_start,
-        seq_lens,
+        *caches,
+        *where,
         q if sinks is None else sinks,
         out,
-        q.stride(0),
-        q.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
+        *q.stride()[:2],
+        *k_cache.stride()[:2],
         block_tables.stride(0),
-        out.stride(0),
-        out.stride(1),
+        *out.stride()[:2],
         tokens,
         sequences,
         tiles,
         kv_heads,
-        *base_2(scale, softcap),
-        G=heads // kv_heads,
+        *factors,
+        G=group,
         D=head_dim,
         PAGE=page,
-        WINDOW=window,
-        SOFTCAP=softcap > 0,
         SINKS=sinks is not None,
         **options,
     )
-    return out
 
 
 def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict[str, int]:
@@ -356,7 +360,7 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
         for rows, tile, stages in _sizes(device.backend, q.element_size(), block_d, tma)
         if min(rows, most) + 2 * tile * (stages if hopper else max(stages - 1, 1)) <= room or tile == 16
     )
-    crowded = rows * (block_d + tile) > 12288 or device.backend == "hip"
+    crowded = rows * (block_d + tile) * q.element_size() > 24576 or device.backend == "hip"
     default = {
         "BLOCK_M": rows,
         "BLOCK_D": block_d,
@@ -381,5 +385,6 @@ def _sizes(backend: str, item_size: int, block_d: int, tma: bool) -> tuple[tuple
     elif tma:
         first = ((64, 64, 3), (64, 64, 2), (64, 32, 2))  # measured: two programs a processor beat larger tiles
     else:
-        first = ((128, 64, 3), (128, 64, 2), (64, 64, 3), (64, 64, 2), (64, 32, 2))
+        first = ((128, 64, 3), (128, 64, 2)) if block_d <= 128 else ()
+        first += ((64, 64, 3), (64, 64, 2), (64, 32, 2))
     return (*first, (32, 32, 2), (32, 16, 2), (16, 16, 1))
