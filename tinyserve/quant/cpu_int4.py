@@ -1,0 +1,83 @@
+"""Four-bit blocks on the CPU, multiplied as they are: weights in groups of 32, each with a scale and a zero.
+
+    w = (code - 8) * scale + zero          code 0 .. 15; scale and zero in bf16
+
+GGUF's Q4_0 and Q4_1 are exactly this: blocks of 32 codes with `d * (code - 8)`, or `d * code + m`, which is scale = d and
+zero = m + 8 d. Codes are taken over as they stand, nothing is quantised again; only d and m are rounded, from fp16 to
+bf16 (0.1 % of perplexity on SmolLM2). torch's product wants inputs in bf16 (with fp32 it is a hundred times slower) and
+is good up to a few rows; for more a dense bf16 copy takes over. The format for processors without fast integer
+products, where cpu_int8.py does not work; its table has the times of both.
+
+Before: quant/format.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
+
+Source of the block layout: the GGUF specification; block_q4_0 and block_q4_1 of ggml.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .format import Fused, Stored
+
+GROUP = 32
+BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20}  # d, (m,) fp16; then 16 bytes: codes 0..15 in the low halves, 16..31 in the high
+MOST_ROWS = 6  # beyond, dense bf16 is faster
+INNER = 1  # torch's layout parameter; the CPU ignores it
+
+
+def available() -> bool:
+    """Whether torch has the product here (it needs AVX2 at least to be fast)."""
+    fast = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return fast and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+
+
+def takes(layer: Fused, stored: tuple[Stored, ...]) -> bool:
+    """Whether all parts of a layer are blocks that map onto this format; torch wants outputs in multiples of 16."""
+    blocks = all(tensor.qtype in BLOCK_BYTES for tensor in stored)
+    return blocks and layer.outputs % 16 == 0 and layer.inputs % GROUP == 0
+
+
+def unpack(blocks: Tensor, qtype: str) -> tuple[Tensor, Tensor]:
+    """Split raw blocks uint8 [N, K/32 * bytes] into codes int32 [N, K] and (scale, zero) bf16 [N, K/32, 2]."""
+    blocks = blocks.unflatten(1, (-1, BLOCK_BYTES[qtype]))  # [N, K/32, bytes]
+    halves = blocks[..., -GROUP // 2 :]
+    codes = torch.cat((halves & 15, halves >> 4), dim=-1).flatten(1).to(torch.int32)
+    d, *rest = blocks[..., : -GROUP // 2].contiguous().view(torch.float16).float().unbind(-1)
+    zero = rest[0] + 8 * d if rest else torch.zeros_like(d)
+    return codes, torch.stack((d, zero), dim=-1).to(torch.bfloat16)
+
+
+class Int4:
+    """Q4_0 and Q4_1 blocks in torch's int4 layout, and a dense bf16 copy for more than MOST_ROWS rows."""
+
+    names = ("weight",)
+
+    def create(self, layer: Fused) -> None:
+        """Register `codes` int32 [N, K], `scales` bf16 [K/32, N, 2] and `dense` bf16 [N, K]."""
+        outputs, inputs = layer.outputs, layer.inputs
+        layer.register_buffer("codes", torch.empty(outputs, inputs, dtype=torch.int32))
+        layer.register_buffer("scales", torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16))
+        layer.register_buffer("dense", torch.empty(outputs, inputs, dtype=torch.bfloat16))
+
+    def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
+        """Take one tensor's blocks apart."""
+        rows = layer.rows(part)
+        codes, scales = unpack(stored.blocks(), stored.qtype)
+        layer.codes[rows] = codes
+        layer.scales[:, rows] = scales.transpose(0, 1)
+        layer.dense[rows] = stored.read(torch.bfloat16)
+
+    def finish(self, layer: Fused) -> None:
+        """Pack two codes to a byte."""
+        layer.codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(layer.codes, INNER)
+
+    def matmul(self, x: Tensor, layer: Fused) -> Tensor:
+        """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype; the product is computed from bf16."""
+        half = x.to(torch.bfloat16).contiguous()
+        if len(x) > MOST_ROWS:
+            y = F.linear(half, layer.dense)
+        else:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(half, layer.codes, GROUP, layer.scales)
+        return y.to(x.dtype) if layer.bias is None else y.to(x.dtype).add_(layer.bias)
