@@ -19,6 +19,8 @@ Before: nothing (this is the first row).  After: every other file.
 
 from __future__ import annotations
 
+COUNTED_CONTEXTS = 4  # a prompt is counted exactly up to so many contexts; of a longer one the refusal says "at least"
+
 
 class TinyserveError(Exception):
     """Root of the tree: `except TinyserveError` catches all that is raised on purpose."""

@@ -48,7 +48,7 @@ async def test_an_impossible_byte_does_not_block_what_follows(tok):
 
 @pytest.mark.parametrize("limit", [20, 60])
 async def test_nothing_is_held_back_for_ever(tok, limit):
-    """(e): 50 impossible bytes: all of them come, none later than four tokens after its own (what is kept is bounded)."""
+    """(e): 50 impossible bytes all come, none later than four tokens after its own: what is kept is bounded."""
     script = [97] + 50 * [255]
     async with serving(ScriptModel(script), tok) as server:
         body = {**BODY, "max_tokens": limit, "return_token_ids": True}

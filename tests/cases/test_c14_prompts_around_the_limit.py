@@ -1,4 +1,4 @@
-"""C14: a prompt at, over and far over the limit. Nothing is cut silently, and nobody waits for blocks that cannot be."""
+"""C14: a prompt at, over and far over the limit. Nothing is cut silently, and nobody waits for impossible blocks."""
 
 import pytest
 

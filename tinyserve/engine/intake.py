@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from attrs import evolve, frozen
 
-from ..errors import ContextLengthExceeded, RequestError
+from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError
 from ..request import Request, SamplingParams
 from .fanout import children
 
@@ -121,9 +121,10 @@ class Intake:
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a prompt that leaves room for an answer. Raises: ContextLengthExceeded."""
         limit = self.rules.max_model_len
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+        most = COUNTED_CONTEXTS * limit
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=most)
         if len(ids) >= limit:
-            raise ContextLengthExceeded(len(ids), limit, at_least=len(ids) > limit)
+            raise ContextLengthExceeded(len(ids), limit, at_least=len(ids) > most)
         return ids
 
     def _prepare(self, call: Call, number: int, seed: int, arrival: float) -> Prepared:

@@ -17,7 +17,7 @@ import orjson
 from attrs import frozen
 from starlette.requests import Request
 
-from ..errors import ContextLengthExceeded, RequestError
+from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError
 from ..request import Output
 from .beam import beam_outputs, read_beam
 from .face import EngineFace, Service
@@ -29,7 +29,6 @@ from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, req
 from .sse import Generation, Tally
 
 MAX_PROMPTS = 1024
-COUNTED = 4  # a prompt is counted exactly up to so many contexts; of a longer one the refusal says 'at least'
 INLINE_CHARACTERS = 2048  # 1 ms of work; longer texts go to a thread
 DEFAULT_MAX_TOKENS = 16
 
@@ -117,7 +116,9 @@ async def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) 
     cut = fields.given("truncate_prompt_tokens")
     longest = engine.max_model_len
     if isinstance(prompt, str):
-        ids = await _ids_of(engine, prompt, fields.flag("add_special_tokens", True), None if cut else COUNTED * longest)
+        ids = await _ids_of(
+            engine, prompt, fields.flag("add_special_tokens", True), None if cut else COUNTED_CONTEXTS * longest
+        )
     else:
         ids = prompt
         if min(ids) < 0:
@@ -127,7 +128,7 @@ async def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) 
         raise RequestError("The prompt is empty: at least one token is needed.", param="prompt")
     if len(ids) >= longest:
         raise ContextLengthExceeded(
-            len(ids), longest, at_least=isinstance(prompt, str) and len(ids) > COUNTED * longest
+            len(ids), longest, at_least=isinstance(prompt, str) and len(ids) > COUNTED_CONTEXTS * longest
         )
     if isinstance(prompt, str) and not cut:
         return Prompt(prompt, ids)
