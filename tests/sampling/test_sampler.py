@@ -71,7 +71,9 @@ CASES = [
     RowParams(temperature=0.7, seed=3),
     RowParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.3, temperature=0.0),
     RowParams(bias=((5, 100.0), (7, -100.0), (9, 2.5)), allowed=(5, 7, 9, 11, 260), masked=(260, 5), min_tokens=3),
-    RowParams(bad_words=((4,), (8, 6), (8, 8, 10), (2, 12)), bias=((6, 50.0), (10, 40.0)), temperature=0.5, top_k=40),
+    RowParams(
+        bad_words=((4,), (8, 6), (8, 8, 10), (2, 12)), bias=((6, 50.0), (2, 30.0)), repetition_penalty=1.5, top_k=40
+    ),
     RowParams(top_k=7, top_p=0.6, min_p=0.02, temperature=1.4),
     RowParams(min_p=0.3, frequency_penalty=2.0, masked=(1, 2), min_tokens=2, top_p=0.9),
     RowParams(repetition_penalty=0.5, temperature=2.0, top_p=0.2),
