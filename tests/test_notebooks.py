@@ -11,14 +11,10 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL_SECONDS = 120  # none takes more than ten on one free core; CI's cores are shared
 MODEL = {"01_request_life"}  # these load the default model
+CASES = [pytest.param(path, id=path.stem, marks=[pytest.mark.model] * (path.stem in MODEL)) for path in NOTEBOOKS]
 
 
-def cases():
-    for path in NOTEBOOKS:
-        yield pytest.param(path, id=path.stem, marks=[pytest.mark.model] if path.stem in MODEL else [])
-
-
-@pytest.mark.parametrize("path", cases())
+@pytest.mark.parametrize("path", CASES)
 def test_notebook_runs(path, tmp_path):
     """Cells that raise: 0. The kernel imports the package of this checkout, whatever is installed."""
     notebook = nbformat.read(path, as_version=4)
