@@ -71,7 +71,9 @@ def gather_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy pages [S, N] of both caches [B, Hkv, P, D] out, in the order of their tokens: twice [S, Hkv, N·P, D]."""
     _, heads, page, head_dim = k_cache.shape
-    row = torch.add(torch.arange(heads, dtype=pages.dtype)[:, None], pages[:, None], alpha=heads).view(-1)
+    row = torch.add(
+        torch.arange(heads, dtype=pages.dtype, device=pages.device)[:, None], pages[:, None], alpha=heads
+    ).view(-1)
     shape = (len(pages), heads, -1, head_dim)
     k, v = (cache.view(-1, page * head_dim).index_select(0, row) for cache in (k_cache, v_cache))
     return k.view(shape), v.view(shape)
@@ -124,12 +126,12 @@ def _gather_visible(k_cache, v_cache, block_tables, lengths, window):
         low, high = lows[0] - firsts[0] * page, lengths[0] - firsts[0] * page
         return k[:, :, low:high], v[:, :, low:high], None
 
-    position = torch.arange(count * page) + torch.tensor(firsts)[:, None] * page
-    length = torch.tensor(lengths)[:, None]
+    low, first, length = (torch.tensor(n, device=block_tables.device)[:, None] for n in (lows, firsts, lengths))
+    position = torch.arange(count * page, device=block_tables.device) + first * page
     used = position[:, ::page] < length
     number = torch.where(used, position[:, ::page] // page, 0)
     k, v = gather_pages(k_cache, v_cache, torch.where(used, block_tables.gather(1, number), 0))
-    visible = (position < length) & (position >= torch.tensor(lows)[:, None])
+    visible = (position < length) & (position >= low)
     if visible.all():
         return k, v, None
     # What was never written may be NaN, and 0 · NaN is NaN: a mask over the scores would not keep it out.

@@ -58,7 +58,7 @@ def attention_prefill_reference(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification of `attention_prefill`, with its arguments; also how the CPU serves."""
-    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     page, heads = k_cache.shape[2], k_cache.shape[1]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     plain = not window and not softcap and sinks is None
@@ -91,7 +91,7 @@ def _attend_causally(q, k, v, *, scale, window, softcap, sinks):
     if queries == keys and not (window or softcap or sinks is not None):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     if queries > 1:
-        visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         if window:
             visible = visible.triu(keys - queries - window + 1)
     return attend(q, k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks)
