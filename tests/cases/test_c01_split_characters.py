@@ -60,3 +60,15 @@ async def test_nothing_is_held_back_for_ever(tok, limit):
         made += len([token for token in choice["token_ids"] if token < 256])
         shown += len(choice["text"])
         assert made - shown <= 4
+
+
+@pytest.mark.parametrize(
+    ("script", "text"), [([], ""), ([97], "a"), ([159, 140, 182], "🌶"), ([159, 97], "a"), ([255], "\ufffd")]
+)
+async def test_a_prompt_that_ends_inside_a_character(tok, script, text):
+    """The answer may complete it; the prompt's own U+FFFD does not come a second time, least of all without a token."""
+    async with serving(ScriptModel(script), tok) as server:
+        body = {**BODY, "prompt": [120, 240]}
+        assert await server.text(body) == text
+        empty, _ = await server.both(TEXT, {**body, "max_tokens": 0})
+        assert (empty.text, empty.usage["completion_tokens"]) == ("", 0)

@@ -45,6 +45,15 @@ async def test_a_stop_string_that_does_not_come(tok):
     assert (whole.text, whole.reason, whole.choices[0]["stop_reason"]) == ("ABCDEFGHIXK", "stop", None)
 
 
+@pytest.mark.parametrize("extra", [{}, {"max_tokens": 5}], ids=["end token", "limit"])
+async def test_what_is_held_back_at_the_end_is_not_lost(tok, extra):
+    """The answer ends while its tail could still begin the stop string."""
+    async with serving(ScriptModel(SCRIPT[:5]), tok) as server:
+        whole, _ = await server.both(TEXT, {**BODY, "stop": ["DEFGHIJ"], **extra})
+
+    assert (whole.text, whole.reason) == ("ABCDEFG", "length" if extra else "stop")
+
+
 async def test_a_stop_string_inside_a_token(tok):
     """(d): what stands before it in the token DEF is kept."""
     async with serving(ScriptModel(SCRIPT), tok) as server:

@@ -109,6 +109,22 @@ async def test_with_two_samples(tok):
         assert await aborted(server) == 2
 
 
+async def test_while_the_second_sample_waits_for_the_first(tok):
+    """A long prompt is computed for the first sample; the second never starts when the client leaves meanwhile."""
+    model = ScriptModel([97] * 400)
+    async with serving(model, tok, socket=True) as server:
+        steps = recorded(server)
+        model.gate.clear()
+        _, writer = await connect(server, TEXT, {**BODY, "n": 2, "temperature": 1, "stream": True})
+        await eventually(lambda: len(steps) == 1, 5)
+        writer.close()
+        await eventually(lambda: len(server.engine.streams) == 0, 1.0)
+        model.gate.set()
+        await server.settled(1.0)
+        assert await aborted(server) == 2
+        assert sum(len(step.opened) for step in steps) == 1
+
+
 async def test_with_several_prompts(tok):
     """One connection, three prompts: all of them end."""
     async with slow(tok) as server:

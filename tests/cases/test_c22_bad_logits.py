@@ -63,3 +63,9 @@ async def test_bad_from_the_first_token(tok):
         error = await server.refused(TEXT, {**BODY, "prompt": BAD}, 500)
 
     assert "token 1" in error["message"]
+
+
+async def test_two_samples_of_a_bad_prompt(tok):
+    """The second waits for the first's prompt; it ends with it, and nothing is left over."""
+    async with serving(ScriptModel(b"abc", poison={(ord("N"), 0): float("nan")}), tok) as server:
+        await server.refused(TEXT, {**BODY, "prompt": BAD, "n": 2, "temperature": 1}, 500)

@@ -63,9 +63,11 @@ class _Bytes:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._hidden = tokenizer.special_ids if skip_special else frozenset()
         self._bytes_of = tokenizer.token_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         tail = self._visible_tail(prompt_ids)
-        self._decode(tail)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(tail)
+        self._decode = decoder.decode
+        self._inside = bool(decoder.getstate()[0])  # the prompt ends inside a character, and no text has come yet
         self._strip = tokenizer.strips_space and not tail
 
     def _visible_tail(self, prompt_ids: Sequence[int]) -> bytes:
@@ -84,10 +86,16 @@ class _Bytes:
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
-        return self._decode(data)
+        return self._own(self._decode(data)) if self._inside else self._decode(data)
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        text = self._decode(b"", True)
+        return self._own(text) if self._inside else text
+
+    def _own(self, text: str) -> str:
+        """Text without the U+FFFD of a character that the prompt began and nobody completed: it is the prompt's."""
+        self._inside = not text
+        return text.removeprefix("\ufffd")
 
 
 class _Generic:
@@ -127,6 +135,8 @@ class _Generic:
             return ""
         self._window = self._window[self._shown :]
         self._shown = len(self._window)
+        if not after.startswith(before):
+            before = before.rstrip("\ufffd")  # the answer completed a character that the prompt began
         return after[len(before) :]
 
     def _text(self, ids: list[int]) -> str:
