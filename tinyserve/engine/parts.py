@@ -81,6 +81,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         from ..device import Device
         from ..models.config import choose_dtype
         from ..models.registry import load_model
+        from ..quant.cpu import cpu_formats, packed_bytes
         from ..text.generation import GenerationDefaults
         from ..text.tokenizer import Tokenizer
 
@@ -98,12 +99,16 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             generation_config=config.model.generation_config,
             overrides=config.model.override_generation_config,
         )
+    # On a CPU, a precision left open means packed weights and fp32 activations (quant/cpu.py).
+    pack = device.is_cpu and config.model.dtype == "auto" and config.load.load_format != "dummy"
+    dtype = "float32" if pack else config.model.dtype
     with phases("weights"), _bar(config.load.use_tqdm_on_load) as progress:
         model = load_model(
             source,
-            dtype=config.model.dtype,
+            dtype=dtype,
             device=device.torch,
             load_format=config.load.load_format,
+            format_for=cpu_formats() if pack else None,
             overrides=_overrides(config),
             seed=config.model.seed,
             progress=progress,
@@ -119,8 +124,8 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         extra_eos_ids=defaults.extra_eos_ids,
         default_sampling={**defaults.sampling, **limit},
         device=device,
-        weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        dtype=choose_dtype(config.model.dtype, model.config, device.torch),
+        weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        dtype=choose_dtype(dtype, model.config, device.torch),
     )
 
 

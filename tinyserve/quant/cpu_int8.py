@@ -1,23 +1,15 @@
-"""Eight-bit weights on the CPU: integer products for small batches, bf16 ones for prompts.
+"""Eight-bit weights on the CPU, for small batches of what is not stored in 4-bit blocks: the head, Q8_0, Q4_K, bf16.
 
     weight   W[n, k] ~ code[n, k] * step[n]          code in -127 .. 127, one step per output row
     input    x[t, k] = (high + low / 254) * step[t]  high = round(x / step), low = round of what is left, both int8
 
-Both limbs of x go through one integer product as 2T rows, so x keeps 15 bits and only the weights are rounded (0.5 % of
-perplexity on SmolLM2; one limb alone costs another 1 %). For a few rows the second limb is free, because such a product
-waits for the weights. A row's numbers depend on that row alone, whatever else is in the batch, and integers add up
-without rounding: the same row gives the same bits at every batch size up to `MOST_ROWS`.
+Both limbs of x go through one integer product as 2T rows, so x keeps 15 bits and only the weights are rounded: 0.5 %
+of perplexity on SmolLM2 if every layer is kept this way, nothing for the head alone; one limb would cost another 1 %.
+For a few rows the second limb is free, because such a product waits for the weights. A row's result depends on that row
+alone, whatever else is in the batch. For more than MOST_ROWS rows the dense copy takes over (cpu_dense.py, whose table
+has the times of both).
 
-From there on arithmetic is what counts, two limbs are twice too much of it, and a second copy of the weights in bf16
-takes over. One AMD EPYC (Zen 4) core, all linear layers of SmolLM2-135M without the head, milliseconds:
-
-    rows                 1      4      8     16     32     64    200    512
-    int8, two limbs    6.9    9.1   14.4   23.3   41.6
-    bf16              27.0   29.1   32.2   39.4   54.7   86.9    221    539
-    fp32              34.2   45.2   54.5   72.5    105    189
-    int4 (cpu_int4)    6.4   11.1   21.5   41.8   81.8    167
-
-Before: quant/format.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
+Before: quant/format.py, cpu_dense.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
 """
 
 from __future__ import annotations
@@ -26,14 +18,14 @@ import warnings
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from . import cpu_dense
 from .format import Fused, Stored
 
-MOST_ROWS = 32  # of x for the integer product: see the table above
+MOST_ROWS = 6  # beyond, the dense copy is faster
 LIMB = 127.0  # the codes of one limb are -LIMB .. LIMB
 SECOND = 2 * LIMB  # the first limb leaves at most half a step, which the second divides by LIMB
-SMALLEST = torch.finfo(torch.float32).tiny
+SMALLEST = torch.finfo(torch.float32).tiny  # a step that is not 0, for rows of zeros
 
 
 def pack(codes: Tensor, steps: Tensor) -> torch.ScriptObject:
@@ -47,7 +39,7 @@ def pack(codes: Tensor, steps: Tensor) -> torch.ScriptObject:
 
 def product(codes: Tensor, packed: torch.ScriptObject) -> Tensor:
     """Return round(codes) [T, K], fp32 between -127 and 127, times a packed weight: [T, N] fp32."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(codes, 1.0, 128, packed)
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(codes, 1.0, 128, packed)
 
 
 def available() -> bool:
@@ -67,7 +59,7 @@ class Int8:
     """Int8 weights, one step per output row.
 
     Args:
-        dense: keep a bf16 copy for more than MOST_ROWS rows. A head, which sees few rows, does without.
+        dense: keep a dense copy for more than MOST_ROWS rows. A head, which sees few rows, does without.
     """
 
     names = ("weight",)
@@ -76,11 +68,11 @@ class Int8:
         self.dense = dense
 
     def create(self, layer: Fused) -> None:
-        """Register `codes` int8 [N, K], `steps` fp32 [N] and `dense` bf16 [N, K] or None."""
+        """Register `codes` int8 [N, K], `steps` fp32 [N] and `dense` [N, K] or None."""
         shape = (layer.outputs, layer.inputs)
         layer.register_buffer("codes", torch.empty(shape, dtype=torch.int8))
         layer.register_buffer("steps", torch.empty(layer.outputs, dtype=torch.float32))
-        layer.register_buffer("dense", torch.empty(shape, dtype=torch.bfloat16) if self.dense else None)
+        layer.register_buffer("dense", torch.empty(shape, dtype=cpu_dense.dense_dtype()) if self.dense else None)
 
     def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
         """Round the rows of one tensor."""
@@ -90,21 +82,23 @@ class Int8:
         layer.steps[rows] = steps
         layer.codes[rows] = (weight / steps[:, None]).round_().to(torch.int8)
         if self.dense:
-            layer.dense[rows] = weight.to(torch.bfloat16)
+            layer.dense[rows] = weight.to(layer.dense.dtype)
 
     def finish(self, layer: Fused) -> None:
         """Pack the codes; the packed copy, an object of torch's, replaces them."""
         layer.packed = pack(layer.codes, layer.steps)
         layer.packed_bytes = layer.codes.nbytes
         layer.codes = None
+        if self.dense:
+            layer.dense = cpu_dense.pack(layer.dense)
 
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype."""
         if layer.dense is not None and len(x) > MOST_ROWS:
-            y = F.linear(x.to(torch.bfloat16), layer.dense)
-            return y.to(x.dtype) if layer.bias is None else y.to(x.dtype).add_(layer.bias)
-        y = two_limbs(x.to(torch.float32), layer.packed)
-        return (y if layer.bias is None else y.add_(layer.bias)).to(x.dtype)
+            y = cpu_dense.product(x, layer.dense)
+        else:
+            y = two_limbs(x.to(torch.float32), layer.packed).to(x.dtype)
+        return y if layer.bias is None else y.add_(layer.bias)
 
 
 def two_limbs(x: Tensor, packed: torch.ScriptObject) -> Tensor:
