@@ -26,7 +26,6 @@ from .launch import cdiv, choose, next_power_of_2, use_kernel
 
 PROGRAMS = 264  # two for each processor of the largest device; measured: more cost more than they bring
 MOST_SPLITS = 64
-WORKSPACE = 1 << 18  # numbers of K that the reference gathers at once: more falls out of a CPU core's cache
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
@@ -95,50 +94,25 @@ def attention_decode_reference(
 ) -> torch.Tensor:
     """The specification of `attention_decode`, with its arguments; also how the CPU serves.
 
-    Pages are gathered for a few sequences at a time, so that the copies are read again while they are in the cache.
+    One sequence at a time: its keys are gathered, and read again while they are in the core's cache; nothing is padded,
+    and a sequence's result does not depend on its neighbours.
     """
-    heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    heads, page, head_dim = k_cache.shape[1:]
     grouped = q.view(len(q), heads, q.shape[1] // heads, head_dim)
     sinks = None if sinks is None else sinks.view(heads, -1, 1)
-    lengths = seq_lens.tolist()
-    at_once = max(1, WORKSPACE // (max(lengths, default=0) * heads * head_dim + 1))
     results = []
-    for begin in range(0, len(lengths), at_once):
-        part = slice(begin, begin + at_once)
-        some, tables = (grouped, block_tables) if at_once >= len(lengths) else (grouped[part], block_tables[part])
-        k, v, visible = _gather_visible(k_cache, v_cache, tables, lengths[part], window)
-        results.append(attend(some, k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks))
-    result = results[0] if len(results) == 1 else torch.cat([grouped[:0], *results])
-    result = result.reshape(q.shape)
-    if 0 in lengths:
-        result = torch.where((seq_lens == 0)[:, None, None], 0.0, result)
+    for number, length in enumerate(seq_lens.tolist()):
+        if not length:
+            results.append(torch.zeros_like(grouped[:1]))
+            continue
+        low = max(0, length - window) if window else 0
+        first = low // page
+        k, v = gather_pages(k_cache, v_cache, block_tables[number : number + 1, first : cdiv(length, page)])
+        k, v = (one[:, :, low - first * page : length - first * page].to(q.dtype) for one in (k, v))
+        one = grouped[number : number + 1]
+        results.append(attend(one, k, v, visible=None, scale=scale, softcap=softcap, sinks=sinks))
+    result = torch.cat(results).view(q.shape) if results else torch.empty_like(q)
     return result if out is None else out.copy_(result)
-
-
-def _gather_visible(k_cache, v_cache, block_tables, lengths, window):
-    """(k, v, mask) of some sequences; no mask if each copied key is visible. Keys that are not become zero."""
-    page = k_cache.shape[2]
-    lows = [max(0, length - window) if window else 0 for length in lengths]
-    firsts = [low // page for low in lows]
-    count = max(1, *(cdiv(length, page) - first for length, first in zip(lengths, firsts, strict=True)))
-    if len(lengths) == 1 and lengths[0]:
-        k, v = gather_pages(k_cache, v_cache, block_tables[:, firsts[0] : firsts[0] + count])
-        low, high = lows[0] - firsts[0] * page, lengths[0] - firsts[0] * page
-        return k[:, :, low:high], v[:, :, low:high], None
-
-    low, first, length = (torch.tensor(n, device=block_tables.device)[:, None] for n in (lows, firsts, lengths))
-    position = torch.arange(count * page, device=block_tables.device) + first * page
-    used = position[:, ::page] < length
-    number = torch.where(used, position[:, ::page] // page, 0)
-    k, v = gather_pages(k_cache, v_cache, torch.where(used, block_tables.gather(1, number), 0))
-    visible = (position < length) & (position >= low)
-    if visible.all():
-        return k, v, None
-    # What was never written may be NaN, and 0 · NaN is NaN: a mask over the scores would not keep it out.
-    unused = (~visible)[:, None].expand(k.shape[:3]).reshape(-1).nonzero().view(-1)
-    for copied in (k, v):
-        copied.view(-1, copied.shape[-1]).index_fill_(0, unused, 0)
-    return k, v, visible[:, None, None]
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def attention_prefill_reference(
             low = max(0, stop - (last - first) - window + 1) if window else 0
             pages = block_tables[number : number + 1, low // page : cdiv(stop, page)]
             inside = slice(low % page, stop - low // page * page)
-            k, v = (one[0, :, None, inside] for one in gather_pages(k_cache, v_cache, pages))
+            k, v = (one[0, :, None, inside].to(q.dtype) for one in gather_pages(k_cache, v_cache, pages))
             grouped = q[first:last].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
             result = _attend_causally(grouped, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
             out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)

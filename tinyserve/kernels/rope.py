@@ -48,10 +48,11 @@ def qk_norm_rope_write_reference(
         k = norm(k, k_weight.shape, k_weight.float() + weight_offset, eps)
         rotated = torch.cat((q, k), dim=1)
     if cos_sin is not None:
-        rotated = _rotate(rotated, cos_sin[positions], interleaved)
+        rotated = _rotate(rotated, cos_sin.index_select(0, positions), interleaved)
     q, k = rotated[:, :num_heads], rotated[:, num_heads:]
     _write(k_cache, v_cache, k, v, slots_to_write)
-    return q.to(qkv.dtype, memory_format=torch.contiguous_format, copy=True)
+    own = cos_sin is not None or q_weight is not None  # else q still shares the product's memory
+    return q.to(qkv.dtype, memory_format=torch.contiguous_format, copy=not own).contiguous()
 
 
 def _rotate(heads: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
