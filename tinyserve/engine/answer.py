@@ -88,6 +88,7 @@ class Answer:
         A stop string in it makes the output final although the update is not: the scheduler has to be told then.
         """
         self._cached = update.cached_tokens
+        self.timing.scheduled_ts = update.started
         now = time.monotonic()
         if update.error is not None or update.finish_reason is FinishReason.ERROR:
             return self.ended(FinishReason.ERROR, update.error or EngineError("The request failed in the engine."))

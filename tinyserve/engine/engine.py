@@ -125,7 +125,6 @@ class Engine:
             updates = scheduler.commit(await flying.popleft())
             for update in updates:
                 self.streams.push(update)
-                self.admission.follow(update.request_id)
             self.meter.landed(updates, scheduler.stats())
             self._last_step = time.monotonic()
 
@@ -225,7 +224,6 @@ class Engine:
             raise Overloaded(f"The engine is {state} and takes no requests now.")
 
     def _finish(self, request_id: str, reason: FinishReason) -> None:
-        self.admission.forget(request_id)
         if self._cause is None and self.machine.scheduler is not None:
             self.machine.scheduler.finish(request_id, reason)
             self._wake()

@@ -1,8 +1,8 @@
 """Several answers to one prompt: n requests with seeds of their own, which the rest of the engine treats as strangers.
 
 They meet again in one stream, told apart by `Output.index`, and they share the prompt's blocks through the prefix
-cache like any two requests that begin alike. The scheduler therefore knows nothing of n. So that there is something
-to find, a prompt of more than a block is computed for answer 0 first; the others are queued with its first token.
+cache like any requests that begin alike and arrive together: the scheduler computes the common beginning once. It
+therefore knows nothing of n.
 
 Before: request.py.  After: intake.py (which calls this last), beam.py (where one prompt makes many requests in turn).
 """
@@ -29,21 +29,6 @@ def children(request: Request) -> tuple[Request, ...]:
         evolve(request, id=f"{request.id}.{index}", sampling=params, seed=child_seed(request.seed, index))
         for index in range(n)
     )
-
-
-class Followers:
-    """Answers 1 .. n-1 that wait until answer 0, their leader, has put the prompt into the cache."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, tuple[Request, ...]] = {}
-
-    def hold(self, requests: tuple[Request, ...]) -> None:
-        """Keep all but the first of `requests` until `take` is asked for them with the first one's id."""
-        self._held[requests[0].id] = requests[1:]
-
-    def take(self, leader: str) -> tuple[Request, ...]:
-        """Those who wait for the request called `leader`, once; () for all other ids."""
-        return self._held.pop(leader, ()) if self._held else ()
 
 
 def total_usage(usages: list[Usage]) -> Usage:

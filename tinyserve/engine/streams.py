@@ -133,17 +133,6 @@ class Streams:
         self._meter.output(answer, output, before)
         stream.put(output)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._answers
-
-    def refuse(self, request_id: str, error: Exception) -> None:
-        """End one answer with an error: the scheduler did not take its request after all."""
-        answer, stream = self._answers[request_id]
-        self._forget(request_id)
-        output = answer.ended(FinishReason.ERROR, error)
-        self._meter.ended(answer, output)
-        stream.put(output)
-
     def cancel(self, stream: Stream, *, tell: bool) -> None:
         """End what is unfinished of a stream. tell: give the reader a last output with finish_reason ABORT."""
         for answer in list(stream.unfinished.values()):

@@ -13,6 +13,7 @@ Before: sequence.py, queue.py, budget.py, preempt.py, kv/cache.py.  After: engin
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -284,6 +285,7 @@ class Scheduler:
             return admission
         if seq.cached is None:
             seq.cached = admission.cached
+            seq.started = time.monotonic()
             self._prefix_queries += len(seq.tokens)
             self._prefix_hits += admission.cached
         self._waiting.remove(seq)
@@ -338,7 +340,7 @@ class Scheduler:
             reason, stop = ended
             if request.sampling.max_tokens == 0:  # one token was sampled because a prompt cannot be computed without
                 new, logprobs, reason, stop = (), None, FinishReason.LENGTH, None
-        return Update(request.id, new, logprobs, prompt_logprobs, reason, stop, seq.cached, None)
+        return Update(request.id, new, logprobs, prompt_logprobs, reason, stop, seq.cached, None, seq.started)
 
     def _book_late(self, seq: Sequence, piece: SeqSlice, given: SliceOutput) -> None:
         """A slice of a sequence that has ended: its tokens are dropped, its positions may still serve as a prefix."""
@@ -357,7 +359,7 @@ class Scheduler:
             f"The model produced numbers that are no probabilities (NaN or infinite) for output token {position + 1} "
             "of this request. Its cached blocks were discarded; other requests are not affected."
         )
-        return Update(seq.request.id, (), None, None, FinishReason.ERROR, None, seq.cached, error)
+        return Update(seq.request.id, (), None, None, FinishReason.ERROR, None, seq.cached, error, seq.started)
 
     def _end(self, seq: Sequence) -> None:
         del self._sequences[seq.request.id]

@@ -68,6 +68,7 @@ class Sequence:
         cached: tokens that the first admission found in the prefix cache, None before it.
         prompt_logprobs: by position of the prompt, None when not asked or already delivered.
         rank: place in the queue, smaller is earlier.
+        started: time.monotonic() of the first admission, 0 before it.
     """
 
     __slots__ = (
@@ -83,6 +84,7 @@ class Sequence:
         "request",
         "scheduled",
         "slot",
+        "started",
         "state",
         "tokens",
     )
@@ -102,6 +104,7 @@ class Sequence:
         if request.sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt_ids)
         self.rank: tuple[float, float, int] = (0, 0, 0)
+        self.started = 0.0
 
     @property
     def reads_cache(self) -> bool:

@@ -23,6 +23,7 @@ class Update(NamedTuple):
         finish_reason, stop_reason: set on the last update; stop_reason is the stop id, None for the tokenizer's EOS.
         cached_tokens: prompt tokens that the first admission found in the prefix cache.
         error: what went wrong when finish_reason is ERROR.
+        started: time.monotonic() when a step first computed some of it.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class Update(NamedTuple):
     stop_reason: int | None
     cached_tokens: int
     error: Exception | None
+    started: float
 
 
 @frozen(kw_only=True)
