@@ -520,6 +520,24 @@ class TestEnds:
         assert [update.token_ids for update in answer.updates] == [(4,), (5, EOS)]
         assert len(lab.runner.steps) == 2
 
+    def test_an_end_inside_accepted_drafts_names_no_block_beyond_it(self):
+        """Prompt 4 and three tokens are 7; with the accepted drafts the device has computed 9 positions, two blocks of
+        4, of which only the first holds tokens of the answer."""
+
+        class Oracle:
+            def propose(self, tokens, most):
+                return (5, EOS, 6, 8)[:most]
+
+        lab = Lab(device=scripted(4, 5, EOS, 6, 8, 9), drafter=Oracle())
+        lab.add("a", prompt=4, max_tokens=20, eos={EOS})
+        answer = lab.run()["a"]
+
+        lab.add("b", prompt=(*request("a", 4).prompt_ids, 4, 5, EOS, 6, 8, 9), max_tokens=1)
+        again = lab.run()["b"]
+
+        assert answer.tokens == [4, 5, EOS]
+        assert again.updates[0].cached_tokens == 4
+
     def test_drafts_follow_the_last_token_only_not_a_chunk_of_one(self):
         class Eager:
             def propose(self, tokens, most):

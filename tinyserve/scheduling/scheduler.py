@@ -318,6 +318,7 @@ class Scheduler:
             ended = check(token, len(tokens))
             if ended is not None:
                 new = new[:count]
+                seq.computed = min(seq.computed, len(tokens))  # accepted drafts after the end are not its tokens
                 break
         return self._report(seq, new, given.logprobs, ended)
 
