@@ -65,17 +65,21 @@ def attend(
     return (scores.softmax(dim=-1)[..., : k.shape[-2]] @ v.float()).to(q.dtype)
 
 
-def gather_pages(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor
+def head_rows(tables: torch.Tensor, heads: int) -> torch.Tensor:
+    """Number the rows of caches seen as [B·Hkv, P·D]: block tables [S, N] -> [S, Hkv, N]."""
+    return torch.add(
+        torch.arange(heads, dtype=tables.dtype, device=tables.device)[:, None], tables[:, None], alpha=heads
+    )
+
+
+def gather_rows(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, rows: torch.Tensor, inside: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy pages [S, N] of both caches [B, Hkv, P, D] out, in the order of their tokens: twice [S, Hkv, N·P, D]."""
+    """Copy rows [Hkv, N] of both caches out in the order of their tokens; keep those `inside`: twice [1, Hkv, M, D]."""
     _, heads, page, head_dim = k_cache.shape
-    row = torch.add(
-        torch.arange(heads, dtype=pages.dtype, device=pages.device)[:, None], pages[:, None], alpha=heads
-    ).view(-1)
-    shape = (len(pages), heads, -1, head_dim)
-    k, v = (cache.view(-1, page * head_dim).index_select(0, row) for cache in (k_cache, v_cache))
-    return k.view(shape), v.view(shape)
+    rows = rows.reshape(-1)
+    k, v = (cache.view(-1, page * head_dim).index_select(0, rows) for cache in (k_cache, v_cache))
+    return k.view(1, heads, -1, head_dim)[:, :, inside], v.view(1, heads, -1, head_dim)[:, :, inside]
 
 
 def attention_decode_reference(
@@ -100,6 +104,7 @@ def attention_decode_reference(
     heads, page, head_dim = k_cache.shape[1:]
     grouped = q.view(len(q), heads, q.shape[1] // heads, head_dim)
     sinks = None if sinks is None else sinks.view(heads, -1, 1)
+    rows = head_rows(block_tables, heads).unbind()
     results = []
     for number, length in enumerate(seq_lens.tolist()):
         if not length:
@@ -107,10 +112,12 @@ def attention_decode_reference(
             continue
         low = max(0, length - window) if window else 0
         first = low // page
-        k, v = gather_pages(k_cache, v_cache, block_tables[number : number + 1, first : cdiv(length, page)])
-        k, v = (one[:, :, low - first * page : length - first * page].to(q.dtype) for one in (k, v))
-        one = grouped[number : number + 1]
-        results.append(attend(one, k, v, visible=None, scale=scale, softcap=softcap, sinks=sinks))
+        inside = slice(low - first * page, length - first * page)
+        k, v = gather_rows(k_cache, v_cache, rows[number][:, first : cdiv(length, page)], inside)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        results.append(
+            attend(grouped[number : number + 1], k, v, visible=None, scale=scale, softcap=softcap, sinks=sinks)
+        )
     result = torch.cat(results).view(q.shape) if results else torch.empty_like(q)
     return result if out is None else out.copy_(result)
 

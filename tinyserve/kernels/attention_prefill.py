@@ -29,7 +29,8 @@ from .attention_decode import (
     attend,
     base_2,
     check_attention,
-    gather_pages,
+    gather_rows,
+    head_rows,
     load_keys,
     pages_of,
     score,
@@ -62,6 +63,7 @@ def attention_prefill_reference(
     page, heads = k_cache.shape[2], k_cache.shape[1]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     plain = not window and not softcap and sinks is None
+    rows = head_rows(block_tables, heads)
     sinks = None if sinks is None else sinks.view(heads, -1, 1, 1)
     out[starts[-1] :] = 0
     for number, length in enumerate(lengths):
@@ -74,9 +76,9 @@ def attention_prefill_reference(
             last = min(first + step, end)
             stop = length - (end - last)  # keys after the last query of the chunk are not seen
             low = max(0, stop - (last - first) - window + 1) if window else 0
-            pages = block_tables[number : number + 1, low // page : cdiv(stop, page)]
             inside = slice(low % page, stop - low // page * page)
-            k, v = (one[0, :, None, inside].to(q.dtype) for one in gather_pages(k_cache, v_cache, pages))
+            found = gather_rows(k_cache, v_cache, rows[number][:, low // page : cdiv(stop, page)], inside)
+            k, v = (one.transpose(0, 1).to(q.dtype) for one in found)
             grouped = q[first:last].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
             result = _attend_causally(grouped, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
             out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
