@@ -83,7 +83,7 @@ class Tinyserve:
 
 
 class Transformers:
-    """Its model in the leanest loop: one forward a token, argmax, no generate()."""
+    """Its model through generate(), the way it is used."""
 
     def __init__(self, dtype: str, threads: int) -> None:
         import torch
@@ -95,11 +95,9 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
 
     def generate(self, prompts: list[list[int]], count: int) -> None:
-        with self.torch.inference_mode():
-            ids, cache = self.torch.tensor(prompts), None
-            for _ in range(count):
-                out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        ids = self.torch.tensor(prompts)
+        options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        self.model.generate(ids, attention_mask=self.torch.ones_like(ids), **options)
 
 
 class LlamaCpp:
