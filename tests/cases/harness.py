@@ -6,7 +6,6 @@ async with serving(tiny()) as server:
 """
 
 import asyncio
-import contextlib
 import json
 import math
 import re
@@ -115,11 +114,7 @@ def choice_text(choice: dict[str, Any]) -> str:
     """The text of a choice of either route, whole or streamed."""
     if "text" in choice:
         return choice["text"]
-    return choice.get("message", choice.get("delta"))["content"] or "" if "message" in choice else delta_text(choice)
-
-
-def delta_text(choice: dict[str, Any]) -> str:
-    return choice["delta"].get("content") or ""
+    return (choice["message"] if "message" in choice else choice["delta"]).get("content") or ""
 
 
 @define
@@ -232,7 +227,7 @@ class Client:
     ) -> dict[str, Any]:
         """The error with which a request is refused, the same whole and streamed: no stream begins (G4).
 
-        Args: raw: JSON text with a place for more fields, {} , for what json.dumps cannot write.
+        Args: raw: the body as JSON text, for what json.dumps cannot write.
         """
         text = json.dumps(body) if raw is None else raw
         streaming = re.sub(r"\}$", ', "stream": true}', text)
@@ -459,11 +454,3 @@ class Oracle:
 
 def close(a: float, b: float) -> bool:
     return math.isclose(a, b, abs_tol=1e-4)
-
-
-@contextlib.contextmanager
-def within(seconds: float):
-    """Assert how long a block takes."""
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds

@@ -6,6 +6,7 @@ import time
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from tests.scripted import ScriptModel
@@ -73,13 +74,8 @@ async def refused(server, content, *statuses, **headers):
     status, body, seconds = await post(server, content, **headers)
     assert status in statuses, body[:500]
     assert seconds < SECOND
-    return Client.read(_response(status, body)).error["message"]
-
-
-def _response(status, body):
-    import httpx
-
-    return httpx.Response(status, content=body, headers={"content-type": "application/json"})
+    answer = httpx.Response(status, content=body, headers={"content-type": "application/json"})
+    return Client.read(answer).error["message"]
 
 
 MALFORMED = {
