@@ -132,6 +132,20 @@ def test_exit_codes(argv, code, capsys):
     assert captured.out if code == 0 else captured.err.startswith("tinyserve: ")
 
 
+def test_a_plan_needs_a_config_and_no_weights(tmp_path, capsys):
+    """Hidden 64, 2 layers: 320 x 64 embeddings counted once although the head is named too, as it is tied."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
+
+    assert main(["plan", str(tmp_path), "--device", "cpu"]) == 0
+    assert f"{(320 * 64 + 2 * layer + 64) / 1e6:,.1f} M by its config" in capsys.readouterr().out
+
+
 def test_importing_is_instant_and_leaves_torch_alone():
     """Under 0.1 s in the best of three fresh processes (10 ms when idle), without torch."""
     code = (

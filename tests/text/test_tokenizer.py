@@ -407,3 +407,13 @@ def test_named_templates_of_a_gguf_file():
 
     assert facts.chat_template == {"default": "d", "tool_use": "t"}
     assert facts.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+
+
+def test_the_stand_in_has_one_token_per_byte():
+    tokenizer = Tokenizer.stand_in()
+
+    ids = tokenizer.encode("aé🌶\n")
+
+    assert len(ids) == 1 + 2 + 4 + 1 and max(ids) < 256
+    assert tokenizer.decode(ids) == "aé🌶\n"
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (None, None, 256)

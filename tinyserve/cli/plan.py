@@ -5,7 +5,6 @@ Before: parse.py, models/registry.py, kv/groups.py, runner/memory.py.  After: a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -57,10 +56,11 @@ def run(argv: Sequence[str]) -> int:
 
 def read_facts(config: EngineConfig, device: Any) -> Facts:
     """Find the checkpoint and read its headers. Raises: CheckpointError, ConfigError."""
+    from ..checkpoint.load import parameter_count
     from ..checkpoint.source import resolve
     from ..engine.parts import context
     from ..models.config import choose_dtype
-    from ..models.registry import build_model, open_tensors
+    from ..models.registry import build_model
 
     options = config.model
     source = resolve(
@@ -72,10 +72,8 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
     )
     model = build_model({**source.config(), **options.hf_overrides})
     dtype = choose_dtype(options.dtype, model.config, device.torch)
-    if config.load.load_format == "dummy":
-        raise ConfigError("--load-format dummy: there are no files to plan with; name the format of real ones.")
-    tensors = open_tensors(source, config.load.load_format, model)
-    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    shared = model.config.vocab_size * model.config.hidden if model.config.tied_head else 0
+    parameters = parameter_count(model) - shared
     files = [source.gguf] if source.gguf else source.folder.glob("*.safetensors")
     return Facts(
         name=options.model,
@@ -91,7 +89,8 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
 
 def _model_lines(facts: Facts, config: EngineConfig) -> Iterator[tuple[str, str]]:
     yield "model", f"{facts.name} ({facts.architecture})"
-    yield "parameters", f"{facts.parameters / 1e6:,.1f} M in files of {format_bytes(facts.file_bytes)}"
+    files = f"in files of {format_bytes(facts.file_bytes)}" if facts.file_bytes else "by its config; no weight files"
+    yield "parameters", f"{facts.parameters / 1e6:,.1f} M {files}"
     dtype = str(facts.dtype).removeprefix("torch.")
     yield "weights", f"{format_bytes(facts.weight_bytes)} as dense {dtype}; less if they stay packed"
     yield "step", f"{config.scheduler.max_num_batched_tokens} tokens, {config.scheduler.max_num_seqs} sequences"

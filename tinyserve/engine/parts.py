@@ -91,7 +91,11 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         named = config.model.tokenizer
         words = source if named is None else _resolve(config, named)
     with phases("tokenizer"):
-        tokenizer = Tokenizer.load(words)
+        if config.load.load_format == "dummy" and not (words.gguf or words.file("tokenizer.json")):
+            _log.warning("%s has no tokenizer; with dummy weights, bytes stand in for one", words.name)
+            tokenizer = Tokenizer.stand_in()
+        else:
+            tokenizer = Tokenizer.load(words)
         template = _template(config, tokenizer)
         defaults = GenerationDefaults.load(
             source,

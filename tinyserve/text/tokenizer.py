@@ -93,6 +93,16 @@ class Tokenizer:
         _set_frame(backend, config, facts)
         return cls(backend, facts)
 
+    @classmethod
+    def stand_in(cls) -> Tokenizer:
+        """One token per byte, for models with random weights, whose folder may hold a config and nothing else."""
+        letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        vocabulary = {letter: byte for byte, letter in enumerate(sorted(letters))}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        return cls(backend)
+
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of `text`. A text that already starts with BOS gets no second one.
 
