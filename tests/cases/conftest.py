@@ -1,8 +1,11 @@
 """Checkpoints of the cases, written once: TOK with the template T0, and TINY."""
 
 import gc
+import sys
 
 import pytest
+
+from tinyserve.cli.serve import SWITCH_INTERVAL
 
 from .harness import Oracle, write_tiny, write_tokenizer
 
@@ -13,12 +16,19 @@ def anyio_backend():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def freeze():
-    """Each engine collects garbage when it closes: half a second each time, unless the libraries are left out."""
+def process():
+    """What the serve command does to its process: short turns for busy threads, no libraries in the collector's way.
+
+    Without the first, a thread with a template in it delays a stream tenfold; without the second, each engine that
+    closes costs half a second.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="session")
