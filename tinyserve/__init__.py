@@ -20,6 +20,8 @@ _HOMES = {
     "EngineConfig": ".config",
     "SamplingParams": ".request",
     "BeamSearchParams": ".request",
+    "RepetitionDetectionParams": ".request",
+    "RequestOutputKind": ".request",
     "Request": ".request",
     "Output": ".request",
     "FinishReason": ".request",

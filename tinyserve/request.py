@@ -12,19 +12,24 @@ Before: errors.py.  After: step.py (what the runner gets to see), scheduling/seq
 from __future__ import annotations
 
 import enum
-import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import Converter, field, frozen
 
+from . import checks
+from .checks import INT64, as_logprobs, as_texts, as_tokens, integer, number, refuse, token_list
 from .errors import RequestError
 
 MIN_TEMPERATURE = 0.01  # below it fp32 logits / t overflow towards one-hot anyway; 0 itself means greedy
+GREEDY_BELOW = 1e-5
 MAX_N = 16384
 MAX_STOP_STRINGS = 64
-MAX_TOKEN_LIST = 16384  # entries of logit_bias / allowed_token_ids; more is a mistake or an attack
-INT64 = range(-(2**63), 2**63)
+MAX_LOGPROB_IDS = 128
+MAX_PATTERN = 1024  # tokens; a detector's work per token is at most this
+FLOAT32_MAX = 3.4e38
+INT32_MAX = 2**31 - 1
 
 
 class FinishReason(enum.StrEnum):
@@ -32,97 +37,58 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"  # end token, stop token or stop string
     LENGTH = "length"  # max_tokens or the context
+    REPETITION = "repetition"  # SamplingParams.repetition_detection
     ABORT = "abort"  # the client went away, or the engine was told to
     ERROR = "error"  # see Output.error; becomes HTTP 500 or an error event, never a finish_reason
 
 
-def _refuse(param: str, message: str) -> None:
-    raise RequestError(message, param=param)
+class RequestOutputKind(enum.Enum):
+    """What each output of Engine.generate holds, by vLLM's names."""
+
+    CUMULATIVE = 0  # the whole answer so far
+    DELTA = 1  # what is new since the output before
+    FINAL_ONLY = 2  # the whole answer, once, at its end
 
 
-def _number(low: float, high: float, *, open_low: bool = False):
-    """A validator: a finite real number in [low, high], or in (low, high] when `open_low`."""
+@frozen(kw_only=True)
+class RepetitionDetectionParams:
+    """End an answer that goes round in circles: its last tokens are one pattern, `min_count` times in a row.
 
-    def check(_instance: object, attribute: Any, value: object) -> None:
-        name = attribute.name
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            _refuse(name, f"{name} must be a number, got {value!r}.")
-        if not math.isfinite(value) or not (low < value <= high if open_low else low <= value <= high):
-            bracket = "(" if open_low else "["
-            _refuse(name, f"{name} must be in {bracket}{low:g}, {high:g}], got {value}.")
+    Args:
+        max_pattern_size: longest pattern in tokens, 0 switches the detection off.
+        min_pattern_size: shortest one; 0 counts as 1.
+    """
 
-    return check
+    max_pattern_size: int = field(default=0, validator=integer(0, MAX_PATTERN))
+    min_pattern_size: int = field(default=0, validator=integer(0, MAX_PATTERN))
+    min_count: int = field(default=2, validator=integer(2, INT32_MAX))
 
+    def __attrs_post_init__(self) -> None:
+        if self.min_pattern_size > self.max_pattern_size:
+            refuse(
+                "min_pattern_size",
+                f"min_pattern_size ({self.min_pattern_size}) must be <= max_pattern_size ({self.max_pattern_size}).",
+            )
 
-def _integer(low: int, high: int, *, optional: bool = False):
-    """A validator: an int (not a bool) in [low, high], or None when `optional`."""
-
-    def check(_instance: object, attribute: Any, value: object) -> None:
-        name = attribute.name
-        if optional and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int):
-            _refuse(name, f"{name} must be an integer, got {value!r}.")
-        if not low <= value <= high:
-            _refuse(name, f"{name} must be in [{low}, {high}], got {value}.")
-
-    return check
-
-
-def _token_list(_instance: object, attribute: Any, value: tuple[int, ...] | None) -> None:
-    name = attribute.name
-    if value is None:
-        return
-    if len(value) > MAX_TOKEN_LIST:
-        _refuse(name, f"{name} has {len(value)} entries; at most {MAX_TOKEN_LIST} are allowed.")
-    for token in value:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            _refuse(name, f"{name} must hold token ids (integers >= 0), got {token!r}.")
-
-
-def _texts(_instance: object, attribute: Any, value: tuple[str, ...]) -> None:
-    name = attribute.name
-    if len(value) > MAX_STOP_STRINGS:
-        _refuse(name, f"{name} has {len(value)} entries; at most {MAX_STOP_STRINGS} are allowed.")
-    for text in value:
-        if not isinstance(text, str):
-            _refuse(name, f"{name} must hold strings, got {text!r}.")
-        if not text:
-            _refuse(name, f"{name} must not contain an empty string.")
-
-
-def _as_texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _as_tokens(value: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(dict.fromkeys(value))
-
-
-def _as_logprobs(value: int | bool | None) -> int | None:
-    return int(value) if isinstance(value, bool) and value else (None if value is False else value)
-
-
-def _as_bias(value: Mapping[int | str, float] | None) -> dict[int, float] | None:
-    """Token id -> bias, with ids given as text made ints and values clamped to OpenAI's [-100, 100]."""
-    if value is None:
-        return None
-    if len(value) > MAX_TOKEN_LIST:
-        _refuse("logit_bias", f"logit_bias has {len(value)} entries; at most {MAX_TOKEN_LIST} are allowed.")
-    bias: dict[int, float] = {}
-    for key, number in value.items():
+    @classmethod
+    def of(cls, value: RepetitionDetectionParams | Mapping[str, Any] | None) -> RepetitionDetectionParams | None:
+        """From a record or a mapping of its fields. Raises: RequestError: with param "repetition_detection"."""
+        if value is None or isinstance(value, cls):
+            return value
+        name = "repetition_detection"
+        if not isinstance(value, Mapping):
+            refuse(name, f"{name} must have max_pattern_size, min_pattern_size and min_count, got {value!r}.")
+        known = {"max_pattern_size", "min_pattern_size", "min_count"}
+        if unknown := sorted(map(str, value.keys() - known)):
+            refuse(name, f"{name} has no field {unknown[0]!r}; its fields are {', '.join(sorted(known))}.")
         try:
-            token = int(key)
-        except (TypeError, ValueError):
-            _refuse("logit_bias", f"logit_bias keys must be token ids, got {key!r}.")
-        if token < 0 or isinstance(number, bool) or not isinstance(number, (int, float)):
-            _refuse("logit_bias", f"logit_bias must map token ids to numbers, got {key!r}: {number!r}.")
-        if not math.isfinite(number) or abs(number) > 100:
-            _refuse("logit_bias", f"logit_bias values must be in [-100, 100], got {number} for token {token}.")
-        bias[token] = float(number)
-    return bias
+            return cls(**value)
+        except RequestError as error:
+            refuse(name, f"{name}: {error}")
+
+
+_ids_or_none = Converter(lambda value, attribute: as_tokens.converter(value, attribute) or (), takes_field=True)
+_count = integer(-1, INT32_MAX, optional=True)
 
 
 @frozen(kw_only=True)
@@ -131,60 +97,90 @@ class SamplingParams:
 
     Every field is validated when the object is built; a bad one raises RequestError with `param` set to its name.
     `max_tokens=None` means the rest of the context. Order of application: reference in sampling/transforms.py.
+
+    Args (those that their names do not explain):
+        logprob_token_ids: ids whose log-probability is reported for every generated token, besides the `logprobs` best.
+        prompt_logprob_token_ids: [rows, K] ids to score in the prompt, one row per position from
+            `prompt_logprob_start` to the last but one: row i is what the model expected after that position, so it
+            scores prompt token start + i + 1; -1 for no token. One flat list serves all rows.
+        flat_logprobs: report logprobs in one FlatLogprobs instead of one dict per token.
+        output_kind: None leaves it to the face: Engine.generate gives DELTA. LLM always gives whole answers.
+        stream_interval: tokens per output; the server's --stream-interval if that is larger.
     """
 
-    n: int = field(default=1, validator=_integer(1, MAX_N))
-    presence_penalty: float = field(default=0.0, validator=_number(-2, 2))
-    frequency_penalty: float = field(default=0.0, validator=_number(-2, 2))
-    repetition_penalty: float = field(default=1.0, validator=_number(0, 1e4, open_low=True))
-    temperature: float = field(default=1.0, validator=_number(0, 2))
-    top_p: float = field(default=1.0, validator=_number(0, 1, open_low=True))
-    top_k: int = field(default=0, validator=_integer(-1, 2**31 - 1))
-    min_p: float = field(default=0.0, validator=_number(0, 1))
-    seed: int | None = field(default=None, validator=_integer(INT64[0], INT64[-1], optional=True))
-    stop: tuple[str, ...] = field(default=(), converter=_as_texts, validator=_texts)
-    stop_token_ids: tuple[int, ...] = field(default=(), converter=lambda v: _as_tokens(v) or (), validator=_token_list)
-    bad_words: tuple[str, ...] = field(default=(), converter=_as_texts, validator=_texts)
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = field(default=16, validator=_integer(0, 2**31 - 1, optional=True))
-    min_tokens: int = field(default=0, validator=_integer(0, 2**31 - 1))
-    logprobs: int | None = field(default=None, converter=_as_logprobs, validator=_integer(-1, 2**31 - 1, optional=True))
-    prompt_logprobs: int | None = field(
-        default=None, converter=_as_logprobs, validator=_integer(-1, 2**31 - 1, optional=True)
+    n: int = field(default=1, validator=integer(1, MAX_N))
+    presence_penalty: float = field(default=0.0, validator=number(-2, 2))
+    frequency_penalty: float = field(default=0.0, validator=number(-2, 2))
+    repetition_penalty: float = field(default=1.0, validator=number(0, FLOAT32_MAX, open_low=True))
+    temperature: float = field(default=1.0, validator=number(0, 2))
+    top_p: float = field(default=1.0, validator=number(0, 1, open_low=True))
+    top_k: int = field(default=0, validator=integer(-1, INT32_MAX))
+    min_p: float = field(default=0.0, validator=number(0, 1))
+    seed: int | None = field(
+        default=None, converter=checks.as_seed, validator=integer(INT64[0], INT64[-1], optional=True)
     )
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    logit_bias: Mapping[int, float] | None = field(default=None, converter=_as_bias)
-    allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=_as_tokens, validator=_token_list)
-    skip_reading_prefix_cache: bool | None = None
-    extra_args: Mapping[str, Any] | None = None
+    stop: tuple[str, ...] = field(default=(), converter=as_texts, validator=checks.texts(MAX_STOP_STRINGS))
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=_ids_or_none, validator=token_list)
+    bad_words: tuple[str, ...] = field(default=(), converter=as_texts, validator=checks.texts(checks.MAX_TEXTS))
+    include_stop_str_in_output: bool = field(default=False, validator=checks.flag)
+    ignore_eos: bool = field(default=False, validator=checks.flag)
+    max_tokens: int | None = field(default=16, validator=integer(0, INT32_MAX, optional=True))
+    min_tokens: int = field(default=0, validator=integer(0, INT32_MAX))
+    logprobs: int | None = field(default=None, converter=as_logprobs, validator=_count)
+    prompt_logprobs: int | None = field(default=None, converter=as_logprobs, validator=_count)
+    logprob_token_ids: tuple[int, ...] | None = field(default=None, converter=as_tokens, validator=token_list)
+    prompt_logprob_token_ids: tuple[Any, ...] | None = field(default=None, converter=checks.as_token_rows)
+    prompt_logprob_start: int | None = field(default=None, validator=integer(0, INT32_MAX, optional=True))
+    flat_logprobs: bool = field(default=False, validator=checks.flag)
+    detokenize: bool = field(default=True, validator=checks.flag)
+    skip_special_tokens: bool = field(default=True, validator=checks.flag)
+    spaces_between_special_tokens: bool = field(default=True, validator=checks.flag)
+    output_kind: RequestOutputKind | None = None
+    stream_interval: int | None = field(default=None, validator=integer(1, INT32_MAX, optional=True))
+    logit_bias: Mapping[int, float] | None = field(default=None, converter=checks.as_bias)
+    allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=as_tokens, validator=token_list)
+    repetition_detection: RepetitionDetectionParams | None = field(default=None, converter=RepetitionDetectionParams.of)
+    skip_reading_prefix_cache: bool | None = field(default=None, validator=checks.optional_flag)
+    extra_args: Mapping[str, Any] | None = field(default=None, validator=checks.extra_args)
+    structured_outputs: Any = field(default=None, validator=checks.later())
+    thinking_token_budget: int | None = field(default=None, validator=checks.later(-1))
+    trace_decode_token_ids: Any = field(default=None, validator=checks.later())
+    routed_experts_prompt_start: int | None = field(default=None, validator=checks.later())
+    watermarking: Any = field(default=None, validator=checks.later(False))
 
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", f"min_tokens ({self.min_tokens}) must be <= max_tokens ({self.max_tokens}).")
+            refuse("min_tokens", f"min_tokens ({self.min_tokens}) must be <= max_tokens ({self.max_tokens}).")
         if self.greedy and self.n > 1:
-            _refuse("n", f"n must be 1 with temperature 0: all {self.n} answers would be the same.")
+            refuse("n", f"n must be 1 with temperature 0: all {self.n} answers would be the same.")
         if self.stop and not self.detokenize:
-            _refuse("stop", "stop strings need text: set detokenize=True or use stop_token_ids.")
+            refuse("stop", "stop strings need text: set detokenize=True or use stop_token_ids.")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _refuse("allowed_token_ids", "allowed_token_ids must not be empty.")
+            refuse("allowed_token_ids", "allowed_token_ids must not be empty.")
+        if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
+            refuse("output_kind", f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
+        self._check_reports()
+        if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
+            warnings.warn(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}", stacklevel=3)
+
+    def _check_reports(self) -> None:
+        ids = self.logprob_token_ids
+        if ids and self.logprobs is None:
+            refuse("logprob_token_ids", "logprob_token_ids need logprobs (0 reports no others).")
+        if ids and len(ids) > MAX_LOGPROB_IDS:
+            refuse("logprob_token_ids", f"logprob_token_ids has {len(ids)} ids; at most {MAX_LOGPROB_IDS} are allowed.")
+        if self.prompt_logprob_start is not None and self.prompt_logprob_token_ids is None:
+            refuse("prompt_logprob_start", "prompt_logprob_start has a meaning only with prompt_logprob_token_ids.")
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken: temperature exactly 0."""
-        return self.temperature == 0
+        """Whether the most likely token is always taken: temperature 0, or as good as 0."""
+        return self.temperature < GREEDY_BELOW
 
     @property
     def effective_temperature(self) -> float:
         """What logits are divided by: 0 for greedy, else at least MIN_TEMPERATURE."""
         return 0.0 if self.greedy else max(self.temperature, MIN_TEMPERATURE)
-
-    def child(self, index: int) -> SamplingParams:
-        """The parameters of answer `index` of n: one answer, and seed + index so that answers differ."""
-        seed = None if self.seed is None else self.seed + index
-        return evolve(self, n=1, seed=seed)
 
 
 @frozen(kw_only=True)
@@ -194,14 +190,15 @@ class BeamSearchParams:
     Score = cumulative logprob / generated tokens ** length_penalty, end token counted.
     """
 
-    beam_width: int = field(validator=_integer(1, 256))
-    max_tokens: int = field(validator=_integer(1, 2**31 - 1))
+    beam_width: int = field(validator=integer(1, 256))
+    max_tokens: int = field(validator=integer(1, 2**31 - 1))
     ignore_eos: bool = False
-    temperature: float = field(default=0.0, validator=_number(0, 2))
-    length_penalty: float = field(default=1.0, validator=_number(-10, 10))
+    temperature: float = field(default=0.0, validator=number(0, 2))
+    length_penalty: float = field(default=1.0, validator=number(-10, 10))
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=_as_tokens, validator=_token_list)
+    allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=as_tokens, validator=token_list)
+    structured_outputs: Any = field(default=None, validator=checks.later())
 
 
 @frozen(kw_only=True)
@@ -210,7 +207,7 @@ class PoolingParams:
 
     task: str = "embed"
     use_activation: bool | None = None
-    dimensions: int | None = field(default=None, validator=_integer(1, 2**20, optional=True))
+    dimensions: int | None = field(default=None, validator=integer(1, 2**20, optional=True))
 
 
 @frozen(kw_only=True)
@@ -268,14 +265,19 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         if not self.prompt_ids:
-            _refuse("prompt", "The prompt is empty: at least one token is needed.")
+            refuse("prompt", "The prompt is empty: at least one token is needed.")
 
     @property
     def reads_cache(self) -> bool:
         """Whether cached prefix blocks may stand in for computing them (prompt_logprobs need every position)."""
         if self.sampling.skip_reading_prefix_cache is not None:
             return not self.sampling.skip_reading_prefix_cache
-        return self.sampling.prompt_logprobs is None
+        return not self.scores_prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether anything is reported about the prompt's tokens."""
+        return self.sampling.prompt_logprobs is not None or self.sampling.prompt_logprob_token_ids is not None
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -284,11 +286,12 @@ class Request:
 
     def stop_on(self, token: int) -> tuple[bool, int | None]:
         """Whether `token` ends the answer, and the stop_reason if so (None for the tokenizer's own end token)."""
-        if token in self.sampling.stop_token_ids:
-            return True, token
-        if self.sampling.ignore_eos or token not in self.eos_ids | self.extra_eos_ids:
-            return False, None
-        return True, None if token in self.eos_ids else token
+        if not self.sampling.ignore_eos:
+            if token in self.eos_ids:
+                return True, None
+            if token in self.extra_eos_ids:
+                return True, token
+        return (True, token) if token in self.sampling.stop_token_ids else (False, None)
 
 
 @frozen
@@ -320,6 +323,7 @@ class Output:
         token_ids: new ids, the end token included.
         logprobs: one dict (token id -> Logprob, sampled token first) per new id, or None when not asked.
         prompt_logprobs: once, with the first output: one entry per prompt token, the first None.
+        prompt_token_id_logprobs: once, too: [rows, K], in the shape of SamplingParams.prompt_logprob_token_ids.
         finish_reason, stop_reason: set on the last output; stop_reason is the stop string or stop id, None for EOS.
         error: what went wrong when finish_reason is ERROR.
     """
@@ -328,8 +332,9 @@ class Output:
     index: int = 0
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[Mapping[int, Logprob], ...] | None = None
-    prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
+    logprobs: Sequence[Mapping[int, Logprob]] | None = None
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
+    prompt_token_id_logprobs: tuple[tuple[float, ...], ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     usage: Usage

@@ -26,6 +26,7 @@ from attrs import field, frozen
 from .request import Request
 
 _NONE = -(2**31)  # stands for None in packed integers
+_LEAST_PENALTY, _MOST_PENALTY = 1e-30, 1e30  # what is beyond overflows float32, and has no other effect than these
 
 
 def _float_bits(value: float) -> int:
@@ -43,6 +44,8 @@ class RowParams:
     Args:
         seed: int64; with the position of the token it alone determines the row's random number.
         logprobs, prompt_logprobs: number of alternatives to report (-1 all), None when not asked.
+        logprob_ids: tokens that are reported besides, for each new token.
+        prompt_ids: the same for prompt positions: row i for position prompt_start + i; -1 for no token.
         bias: (token, value) pairs.   allowed: the only ids that may be chosen, None for all.
         masked: ids that are -inf while fewer than `min_tokens` output tokens exist.
         bad_words: token sequences whose last token is -inf when the output ends with the rest.
@@ -59,6 +62,9 @@ class RowParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_ids: tuple[int, ...] = ()
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_start: int = 0
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     masked: tuple[int, ...] = ()
@@ -76,16 +82,25 @@ class RowParams:
             min_p=p.min_p if random else 0.0,
             presence_penalty=p.presence_penalty,
             frequency_penalty=p.frequency_penalty,
-            repetition_penalty=p.repetition_penalty,
+            repetition_penalty=min(max(p.repetition_penalty, _LEAST_PENALTY), _MOST_PENALTY),
             seed=request.seed,
             min_tokens=p.min_tokens,
             logprobs=p.logprobs,
             prompt_logprobs=p.prompt_logprobs,
+            logprob_ids=p.logprob_token_ids or (),
+            prompt_ids=p.prompt_logprob_token_ids or (),
+            prompt_start=p.prompt_logprob_start or 0,
             bias=tuple((p.logit_bias or {}).items()),
             allowed=p.allowed_token_ids,
             masked=tuple(sorted(request.end_ids)) if p.min_tokens else (),
             bad_words=request.bad_words_ids,
         )
+
+    def scores_from(self) -> int | None:
+        """The first prompt position after which something is reported about the prompt; None: nothing is."""
+        if self.prompt_logprobs is not None:
+            return 0
+        return self.prompt_start if self.prompt_ids else None
 
 
 @frozen
@@ -198,11 +213,22 @@ def _pack_opening(opening: SlotOpening, out: array) -> None:
     out.extend(_float_bits(getattr(p, name)) for name in _FLOATS)
     out.extend((p.top_k, *struct.unpack("<ii", struct.pack("<q", p.seed)), p.min_tokens))
     out.extend(_NONE if n is None else n for n in (p.logprobs, p.prompt_logprobs))
+    out.extend((len(p.logprob_ids), *p.logprob_ids, p.prompt_start))
+    _pack_lists(p.prompt_ids, out)
     out.extend((len(p.bias), *(token for token, _ in p.bias), *(_float_bits(value) for _, value in p.bias)))
     out.extend((_NONE,) if p.allowed is None else (len(p.allowed), *p.allowed))
-    out.extend((len(p.masked), *p.masked, len(p.bad_words)))
-    for word in p.bad_words:
-        out.extend((len(word), *word))
+    out.extend((len(p.masked), *p.masked))
+    _pack_lists(p.bad_words, out)
+
+
+def _pack_lists(lists: tuple[tuple[int, ...], ...], out: array) -> None:
+    out.append(len(lists))
+    for ints in lists:
+        out.extend((len(ints), *ints))
+
+
+def _unpack_lists(ints: _Reader) -> tuple[tuple[int, ...], ...]:
+    return tuple(ints.counted() for _ in range(ints.one()))
 
 
 def _unpack_opening(ints: _Reader) -> SlotOpening:
@@ -211,6 +237,7 @@ def _unpack_opening(ints: _Reader) -> SlotOpening:
     floats = {name: _bits_float(bits) for name, bits in zip(_FLOATS, ints.take(len(_FLOATS)), strict=True)}
     top_k, low, high, min_tokens = ints.take(4)
     logprobs, prompt_logprobs = (None if n == _NONE else n for n in ints.take(2))
+    logprob_ids, prompt_start, prompt_ids = ints.counted(), ints.one(), _unpack_lists(ints)
     count = ints.one()
     bias = tuple(zip(ints.take(count), map(_bits_float, ints.take(count)), strict=True))
     count = ints.one()
@@ -221,23 +248,30 @@ def _unpack_opening(ints: _Reader) -> SlotOpening:
         min_tokens=min_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_ids=logprob_ids,
+        prompt_ids=prompt_ids,
+        prompt_start=prompt_start,
         bias=bias,
         allowed=None if count == _NONE else ints.take(count),
         masked=ints.counted(),
-        bad_words=tuple(ints.counted() for _ in range(ints.one())),
+        bad_words=_unpack_lists(ints),
     )
     return SlotOpening(slot, prompt_len, tokens, params)
 
 
 @frozen
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token that stands there, and of the most likely ones, best first."""
+    """Log-probabilities at one position: of the token that stands there, and of the most likely ones, best first.
+
+    asked_logprobs: of the tokens that the row named (RowParams.logprob_ids, or prompt_ids), in its order.
+    """
 
     token: int
     logprob: float
     rank: int
     top_tokens: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    asked_logprobs: tuple[float, ...] = ()
 
 
 @frozen
@@ -248,7 +282,8 @@ class SliceOutput:
         slot: the row.
         tokens: accepted tokens: () when the slice did not sample, else 1, or more with accepted drafts.
         logprobs: one per token, when the row asked for them.
-        prompt_logprobs: one per computed position p that has a next prompt token: of the token at p + 1.
+        prompt_logprobs: when the row asked, one per computed position p that has a next prompt token, of the token at
+            p + 1; without those before RowParams.scores_from().
         pooled: the pooled vector of an embedding request, once its prompt is complete.
         bad: the logits held NaN, +inf or nothing above -inf: `tokens` must not be used.
     """

@@ -178,22 +178,26 @@ class Runner:
             i
             for i, piece in enumerate(pieces)
             if (params := self.rows.params[piece.slot]) is not None
-            and params.prompt_logprobs is not None
-            and piece.start < self.rows.prompt_lens[piece.slot] - 1
+            and (first := params.scores_from()) is not None
+            and max(piece.start, first) < min(piece.end, self.rows.prompt_lens[piece.slot] - 1)
         ]
 
     def _score_prompt(self, hidden: torch.Tensor, pieces: Sequence[SeqSlice], index: int) -> list[Any]:
         """Log-probabilities of the prompt tokens that follow the positions of a piece, some rows at a time."""
         piece = pieces[index]
-        asked = self.rows.params[piece.slot].prompt_logprobs
+        params = self.rows.params[piece.slot]
         stop = min(piece.end, self.rows.prompt_lens[piece.slot] - 1)
-        first = sum(before.count for before in pieces[:index])
+        offset = sum(before.count for before in pieces[:index]) - piece.start
         scores = []
-        for start in range(piece.start, stop, PROMPT_LOGPROB_ROWS):
+        for start in range(max(piece.start, params.scores_from()), stop, PROMPT_LOGPROB_ROWS):
             end = min(start + PROMPT_LOGPROB_ROWS, stop)
-            logits = self.model.logits(hidden[first + start - piece.start : first + end - piece.start])
+            logits = self.model.logits(hidden[offset + start : offset + end])
             targets = self.rows.tokens[piece.slot, start + 1 : end + 1]
-            report = self.sampler.prompt_logprobs(logits, targets, asked)
+            before = max(0, params.prompt_start - start)  # positions here whose row was not asked for
+            ids = [()] * before + list(
+                params.prompt_ids[start + before - params.prompt_start :][: end - start - before]
+            )
+            report = self.sampler.prompt_logprobs(logits, targets, params.prompt_logprobs or 0, ids if any(ids) else ())
             scores.append(report if self.device.is_cpu else report.to("cpu", non_blocking=True))
         return scores
 

@@ -26,7 +26,7 @@ from ..kernels.sample import sample
 from ..kernels.threshold import threshold
 from ..kernels.token_mask import token_mask
 from ..step import RowParams, TokenLogprobs
-from .logprobs import MODES, TokenReports, report
+from .logprobs import MODES, NamedIds, TokenReports, report
 from .params import ParamTable, RowValues, upload
 from .transforms import Context, Transform, standard
 
@@ -76,6 +76,7 @@ class _Plan:
     filters: bool
     asked: tuple[int, ...]
     counts: tuple[int, ...]
+    named: NamedIds | None
 
 
 class Sampler:
@@ -101,6 +102,7 @@ class Sampler:
         if logprobs_mode not in MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(MODES)}, got {logprobs_mode!r}")
         device = torch.device(device)
+        self._device = device
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._processed = logprobs_mode.startswith("processed")
@@ -172,12 +174,17 @@ class Sampler:
             return Sampled(chosen, bad)
         return Sampled(chosen, bad, self._report(plan, raw, logits, values, bounds, chosen))
 
-    def prompt_logprobs(self, logits: Tensor, targets: Tensor, count: int) -> TokenReports:
+    def prompt_logprobs(
+        self, logits: Tensor, targets: Tensor, count: int, ids: Sequence[Sequence[int]] = ()
+    ) -> TokenReports:
         """Report prompt tokens: `targets` [R] are the tokens that follow the positions of `logits` [R, V].
+
+        ids: R lists of tokens that are reported besides, -1 for none; () when there are none at all.
 
         They are never processed: penalties and temperature have no meaning for tokens that were given.
         """
-        return report(logits, targets, [count] * len(logits), normalised=self._normalised)
+        named = NamedIds.of(ids, logits.device)
+        return report(logits, targets, [count] * len(logits), normalised=self._normalised, named=named)
 
     def _plan_of(self, slots: tuple[int, ...]) -> _Plan:
         if self._plan is not None and slots == self._plan_slots:
@@ -193,6 +200,7 @@ class Sampler:
             filters=any(p.temperature > 0 and self._filters(p) for p in params),
             asked=asked,
             counts=tuple(params[row].logprobs for row in asked),
+            named=NamedIds.of([params[row].logprob_ids for row in asked], self._device),
         )
         return self._plan
 
@@ -205,10 +213,8 @@ class Sampler:
         rows: tuple[int, ...] | None = plan.asked
         if len(rows) < len(chosen):
             chosen = chosen[upload(rows, chosen.device)]
-        if not self._processed:
-            return report(raw, chosen, plan.counts, rows, normalised=self._normalised)
-        processed = _processed(logits, values.temperature, bounds)
-        return report(processed, chosen, plan.counts, rows, normalised=self._normalised)
+        source = _processed(logits, values.temperature, bounds) if self._processed else raw
+        return report(source, chosen, plan.counts, rows, normalised=self._normalised, named=plan.named)
 
 
 def _processed(logits: Tensor, temperature: Tensor, bounds: tuple[Tensor, ...]) -> Tensor:

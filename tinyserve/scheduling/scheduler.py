@@ -299,8 +299,8 @@ class Scheduler:
     def _book(self, seq: Sequence, piece: SeqSlice, given: SliceOutput) -> Update | None:
         """Move the counters over a landed slice and take its tokens, up to one that ends the sequence."""
         if given.prompt_logprobs and seq.prompt_logprobs is not None:
-            at = piece.start + 1
-            seq.prompt_logprobs[at : at + len(given.prompt_logprobs)] = given.prompt_logprobs
+            end = min(piece.end + 1, len(seq.prompt_logprobs))  # of the tokens that the slice's positions predict
+            seq.prompt_logprobs[end - len(given.prompt_logprobs) : end] = given.prompt_logprobs
         if not piece.samples:
             seq.computed = piece.end
             return None
@@ -327,7 +327,7 @@ class Scheduler:
         seq: Sequence,
         new: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] | None,
-        ended: tuple[FinishReason, int | None] | None,
+        ended: tuple[FinishReason, int | str | None] | None,
     ) -> Update:
         """The update for new tokens; ends the sequence when they did."""
         request, prompt_logprobs = seq.request, seq.prompt_logprobs

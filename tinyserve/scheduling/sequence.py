@@ -19,6 +19,7 @@ from ..grammar.matcher import Constraint
 from ..kv.cache import SequenceKV
 from ..request import FinishReason, Request
 from ..step import TokenLogprobs
+from .repetition import REPETITION, RepetitionFinder
 
 
 class State(enum.Enum):
@@ -36,10 +37,10 @@ class EndRules:
         limit: prompt and output tokens together never exceed it.
 
     End tokens count only once `min_tokens` exist (the sampler masks them until then); on the last token an end token
-    beats the limit.
+    beats the limit, and the limit beats a repetition.
     """
 
-    __slots__ = ("_floor", "_ids", "_request", "limit")
+    __slots__ = ("_floor", "_ids", "_repetition", "_request", "limit")
 
     def __init__(self, request: Request, limit: int) -> None:
         sampling = request.sampling
@@ -48,13 +49,21 @@ class EndRules:
         self.limit = min(limit, most)
         self._ids = eos | frozenset(sampling.stop_token_ids)
         self._floor = len(request.prompt_ids) + sampling.min_tokens
+        self._repetition = RepetitionFinder.of(sampling.repetition_detection)
         self._request = request
 
-    def check(self, token: int, length: int) -> tuple[FinishReason, int | None] | None:
-        """The finish and stop reason if the sequence ends with `token` as its `length`-th token, else None."""
+    def check(self, token: int, length: int) -> tuple[FinishReason, int | str | None] | None:
+        """The finish and stop reason if the sequence ends with `token` as its `length`-th token, else None.
+
+        Called once for every output token, in order.
+        """
         if token in self._ids and length > self._floor:
             return FinishReason.STOP, self._request.stop_on(token)[1]
-        return (FinishReason.LENGTH, None) if length >= self.limit else None
+        if length >= self.limit:
+            return FinishReason.LENGTH, None
+        if self._repetition is not None and self._repetition.push(token) and length >= self._floor:
+            return FinishReason.REPETITION, REPETITION
+        return None
 
 
 class Sequence:
@@ -101,7 +110,7 @@ class Sequence:
         self.state = State.WAITING
         self.cached: int | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if request.sampling.prompt_logprobs is not None:
+        if request.scores_prompt:
             self.prompt_logprobs = [None] * len(request.prompt_ids)
         self.rank: tuple[float, float, int] = (0, 0, 0)
         self.started = 0.0

@@ -20,7 +20,8 @@ class Update(NamedTuple):
         token_ids: new tokens, the end token included; () for an error, and for max_tokens = 0.
         logprobs: one per new token, None when not asked.
         prompt_logprobs: with the first update, when asked: one per prompt token, None where nothing was computed.
-        finish_reason, stop_reason: set on the last update; stop_reason is the stop id, None for the tokenizer's EOS.
+        finish_reason, stop_reason: set on the last update; stop_reason is the stop id, None for the tokenizer's EOS,
+            a word for a repetition.
         cached_tokens: prompt tokens that the first admission found in the prefix cache.
         error: what went wrong when finish_reason is ERROR.
         started: time.monotonic() when a step first computed some of it.
@@ -31,7 +32,7 @@ class Update(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     finish_reason: FinishReason | None
-    stop_reason: int | None
+    stop_reason: int | str | None
     cached_tokens: int
     error: Exception | None
     started: float
