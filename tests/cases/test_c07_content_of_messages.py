@@ -82,3 +82,11 @@ async def test_templates_see_arguments_as_a_mapping(tmp_path):
         assert await server.prompt_text(history()) == "1"
         whole, _ = await server.both(CHAT, history())
     assert whole.usage["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "x"}, {"role": 5, "content": "x"}, {"role": "user", "content": [{"type": "nothing"}]}]
+)
+async def test_messages_of_no_known_shape(tok, message):
+    async with serving(ScriptModel(), tok) as server:
+        assert "essage" in (await server.refused(CHAT, {"messages": [message]}))["message"]
