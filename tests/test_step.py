@@ -15,6 +15,8 @@ params = st.builds(
     presence_penalty=floats, frequency_penalty=floats, repetition_penalty=floats,
     seed=st.integers(-(2**63), 2**63 - 1), min_tokens=ids,
     logprobs=st.none() | st.integers(-1, 20), prompt_logprobs=st.none() | st.integers(-1, 20),
+    logprob_ids=tuples, prompt_start=ids,
+    prompt_ids=st.lists(st.lists(st.integers(-1, 2**31 - 1), max_size=3).map(tuple), max_size=3).map(tuple),
     bias=st.lists(st.tuples(ids, floats), max_size=3).map(tuple),
     allowed=st.none() | tuples, masked=tuples, bad_words=st.lists(tuples, max_size=3).map(tuple),
 )  # fmt: skip
@@ -48,3 +50,10 @@ def test_min_tokens_masks_every_end_id_even_with_ignore_eos():
     assert RowParams.of(request).masked == (2, 3, 9)
     assert request.stop_on(2) == (False, None)
     assert request.stop_on(9) == (True, 9)
+
+
+def test_where_the_scoring_of_a_prompt_starts():
+    """prompt_logprobs need every position; named ids only those from their start."""
+    assert RowParams().scores_from() is None
+    assert RowParams(prompt_ids=((1,),), prompt_start=4).scores_from() == 4
+    assert RowParams(prompt_ids=((1,),), prompt_start=4, prompt_logprobs=0).scores_from() == 0

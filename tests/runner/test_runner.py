@@ -148,3 +148,55 @@ def test_a_rehearsal_is_the_largest_step_and_leaves_no_row_open(make):
     assert runner.rows.params == [None] * 4
     output = run(runner, opened=(SlotOpening(0, 1, (5,), GREEDY),), slices=(SeqSlice(0, 0, 1),))
     assert output.slices[0].tokens == (97,)
+
+
+class Told(ScriptModel):
+    """Logits that depend on the position and the token there, so that a wrong row shows."""
+
+    def forward(self, batch):
+        counts = batch.query_start[1:] - batch.query_start[:-1]
+        slots = torch.repeat_interleave(batch.slots, counts)
+        return torch.stack([batch.positions.float(), self.rows.tokens[slots, batch.positions].float()], dim=1)
+
+    def logits(self, hidden):
+        return torch.stack([self.row(int(position), int(token)) for position, token in hidden.tolist()])
+
+    @staticmethod
+    def row(position, token):
+        return torch.randn(VOCAB, generator=torch.Generator().manual_seed(1000 * position + token))
+
+
+@pytest.mark.parametrize("chunks", [[12], [5, 7], [3, 3, 3, 3], [1] * 12])
+def test_named_ids_of_prompt_positions(make, chunks):
+    """12 tokens scored from position 4: 7 rows, each with ids of its own, however the prompt is cut, with a neighbour
+    in the batch. Oracle: log_softmax of the position's own logits."""
+    runner = make(Told())
+    prompt = tuple(range(20, 32))
+    ids = tuple((row, 100 + row, -1)[: 1 + row % 3] for row in range(7))
+    params = RowParams(temperature=0.0, prompt_ids=ids, prompt_start=4)
+    opened = (SlotOpening(1, 12, prompt, params), SlotOpening(0, 24, (1,) * 24, RowParams()))
+    found, start = [], 0
+    for count in chunks:
+        pieces = (SeqSlice(0, 2 * start, 2 * count, (), False), SeqSlice(1, start, count, (), start + count == 12))
+        output = run(runner, opened=opened, slices=pieces)
+        found += output.slices[1].prompt_logprobs or ()
+        opened, start = (), start + count
+
+    assert len(found) == 7
+    for row, record in enumerate(found):
+        right = Told.row(4 + row, prompt[4 + row]).log_softmax(-1)
+        assert record.token == prompt[5 + row] and record.logprob == pytest.approx(right[record.token].item(), abs=1e-5)
+        expected = [float("-inf") if id == -1 else right[id].item() for id in ids[row]]
+        assert list(record.asked_logprobs) == pytest.approx(expected, abs=1e-5)
+
+
+def test_named_ids_beside_prompt_logprobs(make):
+    """prompt_logprobs start at 0, the named ids at 2."""
+    runner = make(Told())
+    params = RowParams(temperature=0.0, prompt_ids=((9,),) * 2, prompt_start=2, prompt_logprobs=1)
+
+    output = run(runner, opened=(SlotOpening(1, 5, (1, 2, 3, 4, 5), params),), slices=(SeqSlice(1, 0, 5),))
+
+    records = output.slices[0].prompt_logprobs
+    assert [len(record.top_tokens) for record in records] == [1] * 4
+    assert [len(record.asked_logprobs) for record in records] == [0, 0, 1, 1]

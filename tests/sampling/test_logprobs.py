@@ -103,3 +103,58 @@ def test_results_move_to_another_device():
 
     assert sampled.to("cpu", non_blocking=True).to_host() == sampled.to_host()
     assert sampled.to("meta").reports.top_ids.shape == (1, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_named_ids_are_reported_at_any_rank(mode):
+    """Rows name 3 ids, none and 1; row 1 does not ask at all. Against torch's log_softmax."""
+    rows, logits = Rows(logprobs_mode=mode), normal(4)
+    asked = [(7, 319, 0), (), (), (5,)]
+    for slot, ids in enumerate(asked):
+        logprobs = None if slot == 1 else slot
+        rows.open(slot, RowParams(temperature=0.0, logprobs=logprobs, logprob_ids=ids))
+
+    tokens, _, records = rows.sample(logits, [0, 1, 2, 3]).to_host()
+
+    assert records[1] is None
+    for row in (0, 2, 3):
+        source = logits[row] if mode.endswith("logits") else logits[row].log_softmax(-1)
+        check(records[row], source, tokens[row], row)
+        assert list(records[row].asked_logprobs) == pytest.approx([source[id].item() for id in asked[row]], abs=2e-5)
+
+
+def test_named_ids_do_not_depend_on_the_batch_and_follow_its_changes():
+    rows, logits = Rows(), normal(3)
+    for slot in range(3):
+        rows.open(slot, RowParams(seed=slot, logprobs=0, logprob_ids=tuple(range(slot * 2))))
+    together = rows.sample(logits, range(3)).to_host()[2]
+    alone = [rows.sample(logits[slot : slot + 1], [slot]).to_host()[2][0] for slot in range(3)]
+    rows.open(2, RowParams(seed=2, logprobs=0, logprob_ids=(9,)))
+    changed = rows.sample(logits, range(3)).to_host()[2]
+
+    assert together == alone and [len(record.asked_logprobs) for record in together] == [0, 2, 4]
+    assert changed[:2] == together[:2]
+    assert changed[2].asked_logprobs == pytest.approx([logits[2].log_softmax(-1)[9].item()], abs=2e-5)
+
+
+def test_prompt_rows_name_ids_of_their_own():
+    """Row 0 names none, row 2 pads with -1, which scores -inf."""
+    rows, logits = Rows(), normal(3)
+    targets = torch.tensor([1, 2, 3], dtype=torch.int32)
+    ids = [(), (4, 5), (6, -1, 7)]
+
+    records = rows.sampler.prompt_logprobs(logits, targets, 0, ids).records()
+
+    for row, record in enumerate(records):
+        check(record, logits[row].log_softmax(-1), int(targets[row]), 0)
+        right = [-INF if id == -1 else logits[row].log_softmax(-1)[id].item() for id in ids[row]]
+        assert list(record.asked_logprobs) == pytest.approx(right, abs=2e-5)
+
+
+def test_named_ids_move_with_the_rest():
+    rows = Rows()
+    rows.open(0, RowParams(logprobs=2, logprob_ids=(3,)))
+    sampled = rows.sample(normal(1), [0])
+
+    assert sampled.to("cpu", non_blocking=True).to_host() == sampled.to_host()
+    assert sampled.to("meta").reports.asked.values.shape == (1, 1)
