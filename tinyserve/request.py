@@ -99,6 +99,7 @@ class SamplingParams:
     `max_tokens=None` means the rest of the context. Order of application: reference in sampling/transforms.py.
 
     Args (those that their names do not explain):
+        min_tokens: no end token before so many; a stop string counts if its last character comes after them.
         logprob_token_ids: ids whose log-probability is reported for every generated token, besides the `logprobs` best.
         prompt_logprob_token_ids: [rows, K] ids to score in the prompt, one row per position from
             `prompt_logprob_start` to the last but one: row i is what the model expected after that position, so it

@@ -80,9 +80,11 @@ class ToyRunner:
         tokens, prompt_len, params = self.rows[piece.slot]
         assert piece.end <= len(tokens), "a position is computed before its token exists"
         prompt = None
-        if params.prompt_logprobs is not None:
-            ends = range(piece.start, min(piece.end, prompt_len - 1))
-            prompt = tuple(self.record(tokens[: p + 1], 1, tokens[p + 1], params.prompt_logprobs) for p in ends)
+        if params.scores_from() is not None:
+            ends = range(max(piece.start, params.scores_from()), min(piece.end, prompt_len - 1))
+            rows = {params.prompt_start + i: row for i, row in enumerate(params.prompt_ids)}
+            count = params.prompt_logprobs or 0
+            prompt = tuple(self.record(tokens[: p + 1], 1, tokens[p + 1], count, rows.get(p, ())) for p in ends)
         if not piece.samples:
             return SliceOutput(piece.slot, prompt_logprobs=prompt)
         scores = self.rule(tokens[: piece.end], prompt_len)
@@ -96,15 +98,16 @@ class ToyRunner:
         tokens[piece.end :] = [token]
         logprobs = None
         if params.logprobs is not None:
-            logprobs = (self.record(tokens[: piece.end], prompt_len, token, params.logprobs),)
+            logprobs = (self.record(tokens[: piece.end], prompt_len, token, params.logprobs, params.logprob_ids),)
         return SliceOutput(piece.slot, (token,), logprobs=logprobs, prompt_logprobs=prompt, bad=bad)
 
-    def record(self, tokens, prompt_len, token, count):
+    def record(self, tokens, prompt_len, token, count, asked=()):
         scores = self.rule(tokens, prompt_len)
         order = sorted(scores, key=lambda one: -scores[one])
         top = order if count == -1 else order[:count]
         rank = 1 + order.index(token) if token in scores else len(order) + 1
-        return TokenLogprobs(token, scores.get(token, -20.0), rank, tuple(top), tuple(scores[t] for t in top))
+        named = tuple(-math.inf if t == -1 else scores.get(t, -20.0) for t in asked)
+        return TokenLogprobs(token, scores.get(token, -20.0), rank, tuple(top), tuple(scores[t] for t in top), named)
 
 
 @cache

@@ -288,9 +288,9 @@ def test_request_ids_come_from_header_body_or_chance(run):
 def test_options_reach_the_engine(run):
     engine = FakeEngine()
     run(post({"priority": -3, "cache_salt": "s", "stream_interval": 4}, engine))
-    options = engine.calls[0][2]
+    _, sampling, options = engine.calls[0]
 
-    assert (options["priority"], options["cache_salt"], options["stream_interval"]) == (-3, "s", 4)
+    assert (options["priority"], options["cache_salt"], sampling.stream_interval) == (-3, "s", 4)
 
 
 def test_beams_are_written_as_choices(run):

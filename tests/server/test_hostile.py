@@ -48,6 +48,8 @@ NAMES = sorted(
         "request_id",
         "return_tokens_as_token_ids",
         "stream_interval",
+        "logprob_token_ids",
+        "repetition_detection",
         "use_beam_search",
         "length_penalty",
         "tokens",

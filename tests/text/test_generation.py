@@ -121,3 +121,20 @@ def test_turn_ends_of_gguf_files():
     assert _gguf_ends(FakeSource(older), tokenizer) == {260}
     older["tokenizer.chat_template"] = "{{ m.content }}<end_of_turn>"
     assert _gguf_ends(FakeSource(older), tokenizer) == {260, 261}
+
+
+def test_a_limit_that_the_operator_chose_binds(tmp_path):
+    """By path or override; not the file that came with the model."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"max_new_tokens": 7}')
+
+    def bound(**options):
+        found = load(tmp_path, FILE, **options)
+        return found.max_new_tokens, found.bounds_answers
+
+    assert bound() == (2048, False)
+    assert bound(generation_config="vllm") == (None, False)
+    assert bound(generation_config=str(other)) == (7, True)
+    assert bound(overrides={"max_new_tokens": 9}) == (9, True)
+    assert bound(overrides={"top_k": 9}) == (2048, False)

@@ -121,3 +121,31 @@ def test_long_stop_strings_stay_quick():
     sent, stop = run(stops, ["a" * 50] * 300)
 
     assert (len("".join(sent)), stop) == (15_000, None)
+
+
+@settings(max_examples=500, deadline=None)
+@given(STOPS, st.lists(st.text("abc", max_size=4), max_size=10), st.integers(0, 10), st.booleans())
+def test_stop_strings_that_end_too_early_do_not_count(stops, parts, quiet, include):
+    """The first `quiet` parts are not armed: oracle = the first match that ends behind them."""
+    finder, sent, stop = StopFinder(stops, include=include), "", None
+    for number, part in enumerate(parts):
+        text, stop = finder.push(part, armed=number >= quiet)
+        sent += text
+        if stop is not None:
+            break
+    else:
+        sent += finder.finish()
+    text, floor = "".join(parts), len("".join(parts[:quiet]))
+    ends = [
+        (end, stops.index(one), one)
+        for one in stops
+        for end in range(floor + 1, len(text) + 1)
+        if text[:end].endswith(one)
+    ]
+
+    if not ends:
+        assert (sent, stop) == (text, None)
+    else:
+        end, _, expected = min(ends)
+        assert stop == expected
+        assert sent == text[: end if include else end - len(expected)]

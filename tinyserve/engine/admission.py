@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..config import EngineConfig
-from ..request import FinishReason
+from ..request import FinishReason, RequestOutputKind
 from .answer import Answer
 from .assemble import Machine
 from .intake import Prepared
@@ -42,8 +42,10 @@ class Admission:
         self._meter = meter
         self._finish = finish
 
-    def submit(self, prepared: Prepared, interval: int) -> Stream:
+    def submit(self, prepared: Prepared, kind: RequestOutputKind | None = None) -> Stream:
         """Queue a call; its outputs come through the stream.
+
+        kind: what the outputs hold, instead of what the call says.
 
         Raises: RequestError, Overloaded: nothing is queued then.
         """
@@ -62,4 +64,6 @@ class Admission:
                 self._finish(request_id, FinishReason.ABORT)
             self._meter.refused(error, self._config.scheduler, self._machine.scheduler.num_waiting)
             raise
-        return self._streams.open(answers, interval)
+        params = requests[0].sampling
+        interval = max(params.stream_interval or 1, self._config.scheduler.stream_interval)
+        return self._streams.open(answers, interval, kind or params.output_kind or RequestOutputKind.DELTA)

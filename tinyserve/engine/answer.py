@@ -10,8 +10,9 @@ Before: text/detokenize.py, text/stop.py, logprobs.py.  After: streams.py, which
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import define
@@ -21,7 +22,8 @@ from ..request import FinishReason, Logprob, Output, Request, Usage
 from ..scheduling.scheduler import Update
 from ..text.detokenize import Detokenizer
 from ..text.stop import StopFinder
-from .logprobs import TokenTexts, named, named_prompt
+from .flat import FlatLogprobs
+from .logprobs import TokenTexts, matrix, named, named_prompt
 
 
 @define
@@ -70,6 +72,7 @@ class Answer:
         self._detokenizer: Detokenizer | None = None
         self._stops: StopFinder | None = None
         self._texts: TokenTexts | None = None
+        self._asked = params.logprob_token_ids or ()
         if params.detokenize:
             self._detokenizer = Detokenizer(
                 tokenizer,
@@ -99,7 +102,7 @@ class Answer:
             text=text,
             token_ids=update.token_ids[:count],
             logprobs=self._logprobs(update, count),
-            prompt_logprobs=self._prompt_logprobs(update),
+            **self._prompt_reports(update),
             finish_reason=update.finish_reason if matched is None else FinishReason.STOP,
             stop_reason=update.stop_reason if matched is None else matched,
         )
@@ -127,8 +130,8 @@ class Answer:
             if ended_by_token and number == len(ids) and not params.include_stop_str_in_output:
                 break  # the end token counts, its text does not
             text = self._detokenizer.push((token,))
-            if self._stops is not None and self._produced + number > params.min_tokens:
-                text, matched = self._stops.push(text)
+            if self._stops is not None:
+                text, matched = self._stops.push(text, armed=self._produced + number > params.min_tokens)
                 if matched is not None:
                     pieces.append(text)
                     return "".join(pieces), number, matched
@@ -149,16 +152,36 @@ class Answer:
         text, matched = self._stops.push(text)
         return (text, matched) if matched is not None else (text + self._stops.finish(), None)
 
-    def _logprobs(self, update: Update, count: int) -> tuple[dict[int, Logprob], ...] | None:
+    def _logprobs(self, update: Update, count: int) -> Sequence[Mapping[int, Logprob]] | None:
         if self.request.sampling.logprobs is None:
             return None
-        return tuple(named(record, self._texts) for record in (update.logprobs or ())[:count])
+        entries = (named(record, self._texts, self._asked) for record in (update.logprobs or ())[:count])
+        return self._collected(entries)
 
-    def _prompt_logprobs(self, update: Update) -> tuple[Any, ...] | None:
-        if update.prompt_logprobs is None:
-            return None
-        tokenizer = self._tokenizer if self.request.sampling.detokenize else None
-        return named_prompt(update.prompt_logprobs, self.request.prompt_ids, tokenizer)
+    def _prompt_reports(self, update: Update) -> dict[str, Any]:
+        """What was asked about the prompt, as fields of an Output."""
+        records, params = update.prompt_logprobs, self.request.sampling
+        if records is None:
+            return {}
+        found: dict[str, Any] = {}
+        if params.prompt_logprobs is not None:
+            tokenizer = self._tokenizer if params.detokenize else None
+            found["prompt_logprobs"] = self._collected(named_prompt(records, self.request.prompt_ids, tokenizer))
+        if params.prompt_logprob_token_ids is not None:
+            found["prompt_token_id_logprobs"] = matrix(records, params.prompt_logprob_start or 0)
+        return found
+
+    def _collected(self, entries: Iterable[Mapping[int, Logprob] | None]) -> Sequence[Any]:
+        return FlatLogprobs.of(entries) if self.request.sampling.flat_logprobs else tuple(entries)
+
+
+def _joined(parts: Sequence[Sequence[Mapping[int, Logprob]]]) -> Sequence[Mapping[int, Logprob]]:
+    if not isinstance(parts[0], FlatLogprobs):
+        return tuple(itertools.chain.from_iterable(parts))
+    whole = FlatLogprobs()
+    for part in parts:
+        whole.extend(part)
+    return whole
 
 
 def merged(outputs: Sequence[Output]) -> Output:
@@ -166,16 +189,16 @@ def merged(outputs: Sequence[Output]) -> Output:
     if len(outputs) == 1:
         return outputs[0]
     last = outputs[-1]
-    logprobs = None
-    if any(output.logprobs is not None for output in outputs):
-        logprobs = tuple(entry for output in outputs for entry in output.logprobs or ())
+    entries = [output.logprobs for output in outputs if output.logprobs is not None]
+    first = next((o for o in outputs if o.prompt_logprobs or o.prompt_token_id_logprobs), last)
     return Output(
         request_id=last.request_id,
         index=last.index,
         text="".join(output.text for output in outputs),
         token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=logprobs,
-        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
+        logprobs=_joined(entries) if entries else None,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_token_id_logprobs=first.prompt_token_id_logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         usage=last.usage,

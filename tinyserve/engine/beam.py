@@ -33,7 +33,7 @@ class Front(Protocol):
     intake: Intake
     tokenizer: Any
 
-    def outputs(self, prepared: Prepared, stream_interval: int | None = None) -> AsyncGenerator[Output, None]:
+    def outputs(self, prepared: Prepared) -> AsyncGenerator[Output, None]:
         """Queue a prepared call and yield its outputs."""
         ...
 

@@ -27,7 +27,7 @@ from attrs import evolve
 
 from ..config import EngineConfig
 from ..errors import EngineDead, Overloaded, RequestError
-from ..request import BeamSearchParams, FinishReason, Output, SamplingParams
+from ..request import BeamSearchParams, FinishReason, Output, RequestOutputKind, SamplingParams
 from ..step import StepInput
 from ..telemetry import Metrics, NoMetrics
 from .admission import Admission
@@ -71,6 +71,7 @@ class Engine:
             eos_ids=parts.eos_ids,
             extra_eos_ids=parts.extra_eos_ids,
             default_sampling=parts.default_sampling,
+            max_new_tokens=parts.max_new_tokens,
         )
         self.intake = Intake(parts.tokenizer, rules, config.model.seed)
         self.chat = Chat(parts, self.intake)
@@ -177,9 +178,10 @@ class Engine:
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
-        stream_interval: int | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Answer a prompt; yields pieces as they are made. Leaving the iterator early aborts the request.
+
+        An output holds what is new since the one before (DELTA), unless `sampling.output_kind` asks for something else.
 
         Args:
             prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids` and perhaps `cache_salt`.
@@ -189,7 +191,6 @@ class Engine:
             cache_salt: prefix blocks are shared only among requests with an equal one.
             add_special_tokens: whether a text gets the tokenizer's BOS; templates bring their own.
             truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as fit.
-            stream_interval: tokens per output, instead of --stream-interval.
         Raises: RequestError: at the first step of the iteration, before anything is queued. Overloaded, EngineDead.
         """
         call = Call(
@@ -201,14 +202,16 @@ class Engine:
             add_special_tokens=add_special_tokens,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )
-        return self.outputs(call, stream_interval)
+        return self.outputs(call)
 
-    async def outputs(self, call: Call | Prepared, stream_interval: int | None = None) -> AsyncGenerator[Output, None]:
-        """Prepare a call if it is not, queue it and yield its outputs; see `generate`."""
+    async def outputs(
+        self, call: Call | Prepared, kind: RequestOutputKind | None = None
+    ) -> AsyncGenerator[Output, None]:
+        """Prepare a call if it is not, queue it and yield its outputs; see `generate`. kind: overrides output_kind."""
         self._admit()
         prepared = call if isinstance(call, Prepared) else await self.intake.prepare(call)
         self._admit()  # much may have happened while a long text was tokenised
-        stream = self.admission.submit(prepared, stream_interval or self.config.scheduler.stream_interval)
+        stream = self.admission.submit(prepared, kind)
         self._wake()
         try:
             while not stream.exhausted:

@@ -58,6 +58,7 @@ class Rules:
         max_logprobs: cap for logprobs and prompt_logprobs; -1 for none.
         eos_ids, extra_eos_ids: see Request.
         default_sampling: fields of SamplingParams used when a call brings none at all.
+        max_new_tokens: upper bound for max_tokens that the operator set, or None.
     """
 
     vocab_size: int
@@ -66,6 +67,7 @@ class Rules:
     eos_ids: frozenset[int] = frozenset()
     extra_eos_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = {}
+    max_new_tokens: int | None = None
 
 
 @frozen
@@ -100,7 +102,7 @@ class Intake:
     async def prepare(self, call: Call) -> Prepared:
         """Check and complete a call. Raises: RequestError and its children; nothing was queued then."""
         seed = call.sampling.seed if call.sampling else None
-        if seed is None or seed == -1:
+        if seed is None:
             seed = self._random.getrandbits(63)
         number = next(self._numbers)
         text = call.prompt.get("prompt") if isinstance(call.prompt, Mapping) else call.prompt
@@ -135,11 +137,17 @@ class Intake:
         if room < 1:
             raise ContextLengthExceeded(len(ids), self.rules.max_model_len)
         name = call.request_id if call.request_id is not None else f"req-{number:x}"
-        tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        limits = (room, params.max_tokens, self.rules.max_new_tokens)
+        tokens = min(limit for limit in limits if limit is not None)
         request = Request(
             id=f"{name}/{number:x}",
             prompt_ids=ids,
-            sampling=evolve(params, max_tokens=tokens, min_tokens=min(params.min_tokens, tokens)),
+            sampling=evolve(
+                params,
+                max_tokens=tokens,
+                min_tokens=min(params.min_tokens, tokens),
+                prompt_logprob_token_ids=self._scored_rows(params, len(ids)),
+            ),
             eos_ids=self.rules.eos_ids,
             extra_eos_ids=self.rules.extra_eos_ids - self.rules.eos_ids,
             seed=seed,
@@ -213,6 +221,7 @@ class Intake:
         self._in_vocabulary(tuple(params.logit_bias or ()), "logit_bias")
         self._in_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
         self._in_vocabulary(params.stop_token_ids, "stop_token_ids")
+        self._in_vocabulary(params.logprob_token_ids or (), "logprob_token_ids")
         cap = self.rules.max_logprobs
         for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             wanted = self.rules.vocab_size if asked == -1 else asked or 0
@@ -222,6 +231,34 @@ class Intake:
                     f"(--max-logprobs).",
                     param=name,
                 )
+
+    def _scored_rows(self, params: SamplingParams, length: int) -> tuple[tuple[int, ...], ...] | None:
+        """prompt_logprob_token_ids with one row for each position of this prompt that is scored."""
+        rows, name = params.prompt_logprob_token_ids, "prompt_logprob_token_ids"
+        if rows is None:
+            return None
+        start = params.prompt_logprob_start or 0
+        count = length - 1 - start
+        if count < 1:
+            raise RequestError(
+                f"prompt_logprob_start is {start}, but the prompt has {length} tokens: no token stands behind it.",
+                param="prompt_logprob_start",
+            )
+        if not rows or isinstance(rows[0], int):
+            rows = (rows,) * count
+        if len(rows) != count:
+            raise RequestError(
+                f"{name} has {len(rows)} rows; this prompt of {length} tokens, scored from position {start}, needs "
+                f"{count}.",
+                param=name,
+            )
+        longest, cap = max(map(len, rows)), self.rules.max_logprobs
+        if cap != -1 and longest > cap:
+            raise RequestError(
+                f"{name} has rows of {longest} ids; at most {cap} are allowed (--max-logprobs).", param=name
+            )
+        self._in_vocabulary([token for row in set(rows) for token in row if token != -1], name)
+        return rows
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words: as the word stands, and as it stands after a space if that is another token."""

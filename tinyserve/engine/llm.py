@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..config import DEFAULT_MODEL, build
 from ..errors import RequestError, TinyserveError
-from ..request import BeamSearchParams, SamplingParams
+from ..request import BeamSearchParams, RequestOutputKind, SamplingParams
 from .engine import Engine
 from .intake import Call, Prepared
 from .outputs import BeamSearchOutput, RequestOutput, collect
@@ -29,7 +29,6 @@ from .parts import Parts
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
-WHOLE = 2**31 - 1  # tokens per output: only whole answers are wanted, so no reader is woken before the end
 TOKENIZING = {"add_special_tokens", "truncate_prompt_tokens"}
 
 
@@ -272,7 +271,8 @@ async def _answer_all(engine: Engine, calls: Sequence[Call], use_tqdm: Any) -> l
     async def answer(job: Prepared) -> RequestOutput:
         request = job.requests[0]
         result = RequestOutput(job.name, request.prompt, list(request.prompt_ids))
-        await collect(engine.outputs(job, WHOLE), result, len(job.requests))
+        outputs = engine.outputs(job, RequestOutputKind.FINAL_ONLY)  # no reader is woken before the end
+        await collect(outputs, result, len(job.requests))
         progress.done(len(request.prompt_ids), sum(len(one.token_ids) for one in result.outputs))
         return result
 

@@ -65,18 +65,23 @@ class TokenTexts:
         return "" if open_bytes and not text else text
 
 
-def named(record: TokenLogprobs, texts: TokenTexts | None) -> Mapping[int, Logprob]:
-    """One position as a dict: the token that stands there first, then the most likely ones, best first.
+def named(record: TokenLogprobs, texts: TokenTexts | None, asked: Sequence[int] = ()) -> Mapping[int, Logprob]:
+    """One position as a dict: the token that stands there first, then the most likely ones, best first, then `asked`.
 
-    Args: texts: advanced by this position's token; None leaves `decoded_token` unset.
+    Args:
+        texts: advanced by this position's token; None leaves `decoded_token` unset.
+        asked: the ids that record.asked_logprobs belong to; those not among the others have no rank.
     """
     top = zip(record.top_tokens, record.top_logprobs, range(1, len(record.top_tokens) + 1), strict=True)
-    names = {token: texts.alternative(token) if texts else None for token in record.top_tokens}
+    names = {token: texts.alternative(token) if texts else None for token in (*record.top_tokens, *asked)}
     names[record.token] = texts.advance(record.token) if texts else None
     found = {record.token: Logprob(record.logprob, record.rank, names[record.token])}
     for token, logprob, rank in top:
         if token not in found:
             found[token] = Logprob(logprob, rank, names[token])
+    for token, logprob in zip(asked, record.asked_logprobs if asked else (), strict=True):
+        if token not in found:
+            found[token] = Logprob(logprob, None, names[token])
     return found
 
 
@@ -86,3 +91,8 @@ def named_prompt(
     """The same for a whole prompt: one entry per prompt token, the first None (nothing predicts it)."""
     texts = TokenTexts(tokenizer, prompt[:1]) if tokenizer else None
     return (None, *(named(record, texts) for record in records[1:] if record is not None))
+
+
+def matrix(records: Sequence[TokenLogprobs | None], start: int) -> tuple[tuple[float, ...], ...]:
+    """[rows, K]: what was asked from position `start` on; row i came with prompt token start + i + 1."""
+    return tuple(record.asked_logprobs for record in records[start + 1 :] if record is not None)

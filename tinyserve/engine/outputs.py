@@ -8,13 +8,15 @@ Before: request.py (Output).  After: llm.py, and whoever reads the results.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from attrs import define, field
 
 from ..request import Logprob, Output
+from .flat import FlatLogprobs
 
 
 @define
@@ -25,7 +27,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[Mapping[int, Logprob]] | None = None
+    logprobs: list[Mapping[int, Logprob]] | FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
@@ -39,7 +41,8 @@ class CompletionOutput:
         self.text += output.text
         self.token_ids.extend(output.token_ids)
         if output.logprobs is not None:
-            self.logprobs = [] if self.logprobs is None else self.logprobs
+            if self.logprobs is None:
+                self.logprobs = FlatLogprobs() if isinstance(output.logprobs, FlatLogprobs) else []
             self.logprobs.extend(output.logprobs)
             chosen = (entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(chosen)
@@ -50,12 +53,18 @@ class CompletionOutput:
 
 @define
 class RequestOutput:
-    """The answers to one prompt, sorted by index. metrics: see answer.Timing."""
+    """The answers to one prompt, sorted by index.
+
+    Args:
+        prompt_token_id_logprobs: [rows, K] float32; see SamplingParams.prompt_logprob_token_ids. -inf fills short rows.
+        metrics: see answer.Timing.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | FlatLogprobs | None = None
+    prompt_token_id_logprobs: np.ndarray | None = None
     outputs: list[CompletionOutput] = field(factory=list)
     finished: bool = False
     metrics: Any = None
@@ -92,6 +101,13 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
+def _array(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    array = np.full((len(rows), max(map(len, rows))), -np.inf, dtype=np.float32)
+    for place, row in zip(array, rows, strict=True):
+        place[: len(row)] = row
+    return array
+
+
 async def collect(outputs: AsyncGenerator[Output, None], result: RequestOutput, count: int) -> RequestOutput:
     """Read `outputs` to their end and add them up in `result`, which gets `count` answers.
 
@@ -104,7 +120,10 @@ async def collect(outputs: AsyncGenerator[Output, None], result: RequestOutput, 
                 raise output.error
             result.outputs[output.index].add(output)
             if output.prompt_logprobs is not None and output.index == 0:
-                result.prompt_logprobs = list(output.prompt_logprobs)
+                flat = isinstance(output.prompt_logprobs, FlatLogprobs)
+                result.prompt_logprobs = output.prompt_logprobs if flat else list(output.prompt_logprobs)
+            if output.prompt_token_id_logprobs is not None and output.index == 0:
+                result.prompt_token_id_logprobs = _array(output.prompt_token_id_logprobs)
             if output.index == 0:
                 result.num_cached_tokens = output.usage.cached_tokens
             result.metrics = output.metrics or result.metrics

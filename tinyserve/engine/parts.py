@@ -54,6 +54,7 @@ class Parts:
         max_model_len: the longest context that the checkpoint (and the user) allow, before memory is looked at.
         eos_ids: the tokenizer's end token.   extra_eos_ids: those that the configs name besides.
         default_sampling: fields of SamplingParams from generation_config.
+        max_new_tokens: upper bound for max_tokens that the operator set, or None.
         device: device.Device that the model is on.   weight_bytes: what it holds there.
         dtype: torch.dtype of its activations, and of cached keys and values unless the user says otherwise.
     """
@@ -66,6 +67,7 @@ class Parts:
     eos_ids: frozenset[int] = field(default=frozenset(), converter=frozenset)
     extra_eos_ids: frozenset[int] = field(default=frozenset(), converter=frozenset)
     default_sampling: Mapping[str, Any] = field(factory=dict)
+    max_new_tokens: int | None = None
     device: Any = None
     weight_bytes: int = 0
     dtype: Any = None
@@ -127,6 +129,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         eos_ids=defaults.eos_ids,
         extra_eos_ids=defaults.extra_eos_ids,
         default_sampling={**defaults.sampling, **limit},
+        max_new_tokens=defaults.max_new_tokens if defaults.bounds_answers else None,
         device=device,
         weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         dtype=choose_dtype(dtype, model.config, device.torch),

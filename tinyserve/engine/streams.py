@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from ..errors import EngineError
-from ..request import FinishReason, Output
+from ..request import FinishReason, Output, RequestOutputKind
 from ..scheduling.scheduler import Update
 from .answer import Answer, merged
 from .meter import Meter
@@ -32,11 +32,19 @@ class Stream:
     Args:
         answers: those that feed it.
         interval: an answer's outputs are shown when they hold this many tokens; the first and the last at once.
+        kind: what an output holds; FINAL_ONLY shows each answer once, whatever the interval.
     """
 
-    def __init__(self, answers: Iterable[Answer], interval: int = 1) -> None:
+    def __init__(
+        self,
+        answers: Iterable[Answer],
+        interval: int = 1,
+        kind: RequestOutputKind = RequestOutputKind.DELTA,
+    ) -> None:
         self.unfinished = {answer.request.id: answer for answer in answers}
         self._interval = interval
+        self._final_only = kind is RequestOutputKind.FINAL_ONLY
+        self._shown: dict[int, Output] | None = {} if kind is RequestOutputKind.CUMULATIVE else None
         self._waiting: dict[int, list[Output]] = {}
         self._started: set[int] = set()
         self._due: dict[int, None] = {}  # answers with something to show, oldest first
@@ -60,6 +68,8 @@ class Stream:
 
     def _enough(self, index: int, waiting: list[Output]) -> bool:
         """Whether what waits of an answer is to be shown now."""
+        if self._final_only:
+            return False
         if self._interval == 1:
             return True
         if index not in self._started:
@@ -83,7 +93,11 @@ class Stream:
             raise self._error
         index = next(iter(self._due))
         del self._due[index]
-        return merged(self._waiting.pop(index))
+        output = merged(self._waiting.pop(index))
+        if self._shown is not None:
+            before = self._shown.get(index)
+            output = self._shown[index] = output if before is None else merged([before, output])
+        return output
 
 
 class Streams:
@@ -104,9 +118,11 @@ class Streams:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def open(self, answers: list[Answer], interval: int = 1) -> Stream:
-        """A stream for these answers."""
-        stream = Stream(answers, interval)
+    def open(
+        self, answers: list[Answer], interval: int = 1, kind: RequestOutputKind = RequestOutputKind.DELTA
+    ) -> Stream:
+        """A stream for these answers; see Stream."""
+        stream = Stream(answers, interval, kind)
         for answer in answers:
             self._answers[answer.request.id] = answer, stream
         self.empty.clear()

@@ -37,8 +37,13 @@ def token_name(tokenizer: Any, token: int, found: Logprob | None, *, ids_as_text
     return token_bytes(tokenizer, token).decode("utf-8", "replace")
 
 
-def chat_logprobs(outputs: Iterable[Output], tokenizer: Any, *, top: int, ids_as_text: bool) -> dict[str, Any]:
-    """{"content": [...]}, one entry per token of the answer, each with its `top` best alternatives (-1: all)."""
+def chat_logprobs(
+    outputs: Iterable[Output], tokenizer: Any, *, top: int, named: Sequence[int] = (), ids_as_text: bool
+) -> dict[str, Any]:
+    """{"content": [...]}, one entry per token of the answer, each with its `top` best alternatives (-1: all).
+
+    named: ids that are listed as well, after those that rank higher.
+    """
 
     def described(token: int, found: Logprob) -> dict[str, Any]:
         name = token_name(tokenizer, token, found, ids_as_text=ids_as_text)
@@ -47,7 +52,8 @@ def chat_logprobs(outputs: Iterable[Output], tokenizer: Any, *, top: int, ids_as
     content = []
     for output in outputs:
         for token, entry in zip(output.token_ids, output.logprobs or (), strict=False):
-            best = sorted(entry.items(), key=lambda item: -item[1].logprob)[: len(entry) if top == -1 else top]
+            best = sorted(entry.items(), key=lambda item: -item[1].logprob)
+            best = [item for place, item in enumerate(best) if top == -1 or place < top or item[0] in named]
             content.append({**described(token, entry[token]), "top_logprobs": [described(*item) for item in best]})
     return {"content": content}
 

@@ -42,6 +42,7 @@ class Shape:
         role: of the answer.   echo: text that goes in front of each answer, or "".
         prompt_ids: the rendered conversation.   n: answers.
         logprobs: alternatives per token that are shown, None for no logprobs at all.
+        named: ids that are shown besides.
         token_ids: whether ids are reported.   ids_as_text: whether logprob tokens are written as token_id:N.
     """
 
@@ -50,6 +51,7 @@ class Shape:
     prompt_ids: Sequence[int]
     n: int
     logprobs: int | None
+    named: Sequence[int]
     token_ids: bool
     ids_as_text: bool
 
@@ -63,7 +65,8 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     stream = read_stream(fields, service)
     decided = _decided(fields, engine.default_sampling)
     beam = read_beam(fields, decided["max_tokens"] or engine.max_model_len)
-    sampling = read_sampling(fields, engine.default_sampling, **decided, **({"n": 1} if beam else {}))
+    alone = {"n": 1} if beam else {}
+    sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
     messages = read_messages(fields, options.max_messages)
     template = template_options(fields, service)
     more = request_options(fields)
@@ -75,6 +78,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         prompt_ids=ids,
         n=beam.beam_width if beam else sampling.n,
         logprobs=sampling.logprobs,
+        named=sampling.logprob_token_ids or (),
         token_ids=fields.flag("return_token_ids"),
         ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
     )
@@ -270,9 +274,12 @@ class ChatWriter:
         }
 
     def _logprobs(self, outputs: Sequence[Output]) -> dict[str, Any] | None:
-        if self._shape.logprobs is None:
+        shape = self._shape
+        if shape.logprobs is None:
             return None
-        return chat_logprobs(outputs, self._tokenizer, top=self._shape.logprobs, ids_as_text=self._shape.ids_as_text)
+        return chat_logprobs(
+            outputs, self._tokenizer, top=shape.logprobs, named=shape.named, ids_as_text=shape.ids_as_text
+        )
 
 
 def _nothing_yet(output: Output) -> Usage:

@@ -66,7 +66,8 @@ async def completions(request: Request, service: Service) -> Generation:
     echo = fields.flag("echo")
     decided = _decided(fields, echo)
     beam = read_beam(fields, decided["max_tokens"])
-    sampling = read_sampling(fields, engine.default_sampling, **decided, **({"n": 1} if beam else {}))
+    alone = {"n": 1} if beam else {}
+    sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
     more = request_options(fields)
     prompts = [await _encoded(engine, fields, prompt) for prompt in read_prompts(fields)]
     shape = Shape(

@@ -24,7 +24,8 @@ def log_request(options: LogOptions, request_id: str, sampling: SamplingParams, 
     """
     if not options.enable_log_requests:
         return
-    chosen = {name: getattr(sampling, name) for name in fields_dict(SamplingParams)}
+    named = fields_dict(SamplingParams).keys() - {"output_kind"}  # the route's choice, not the user's
+    chosen = {name: getattr(sampling, name) for name in fields_dict(SamplingParams) if name in named}
     chosen = {name: value for name, value in chosen.items() if value != getattr(_DEFAULTS, name)}
     logger.info("received %s: %d prompt tokens, %s", request_id, len(ids), chosen)
     if logger.isEnabledFor(logging.DEBUG):

@@ -14,13 +14,13 @@ from typing import Any
 
 from attrs import frozen
 
-from ..request import SamplingParams
+from ..request import RequestOutputKind, SamplingParams
 from .face import Service
 from .fields import Fields
 
 _NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "n", "seed", "min_tokens", "prompt_logprobs",
+    "n", "seed", "min_tokens", "prompt_logprobs", "stream_interval",
 )  # fmt: skip
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
 _LATER = "tinyserve does not support this field yet."
@@ -28,8 +28,9 @@ _LATER = "tinyserve does not support this field yet."
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,), "structured_outputs": ({},),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "repetition_detection": (),
-    "thinking_token_budget": (-1,), "logprob_token_ids": ([],), "prompt_embeds": ([],), "logits_processors": ([],),
+    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
+    "thinking_token_budget": (-1,), "routed_experts_prompt_start": (), "prompt_logprob_token_ids": (),
+    "prompt_embeds": ([],), "logits_processors": ([],),
     "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "functions": ([],), "modalities": (["text"], []),
 }  # fmt: skip
 
@@ -43,10 +44,13 @@ class StreamOptions:
     continuous: bool = False
 
 
-def read_sampling(fields: Fields, defaults: Mapping[str, Any], **decided: Any) -> SamplingParams:
+def read_sampling(
+    fields: Fields, defaults: Mapping[str, Any], *, stream: bool = True, **decided: Any
+) -> SamplingParams:
     """Build the sampling parameters of a request.
 
     Args:
+        stream: whether the answer is sent in pieces; else the engine is asked for whole answers only.
         defaults: the server's sampling defaults by field name.
         decided: fields that each protocol reads in its own way (max_tokens, logprobs ...); they win.
     Raises: RequestError: with `param` set to the field at fault.
@@ -58,11 +62,12 @@ def read_sampling(fields: Fields, defaults: Mapping[str, Any], **decided: Any) -
     values: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
     values |= {name: fields.raw(name) for name in _NUMBERS if fields.given(name)}
     values |= {name: fields.flag(name) for name in _FLAGS if fields.given(name)}
-    if values.get("seed") == -1:
-        del values["seed"]
     values |= _lists(fields)
     if fields.given("logit_bias"):
         values["logit_bias"] = fields.mapping("logit_bias")
+    if fields.given("repetition_detection"):
+        values["repetition_detection"] = fields.mapping("repetition_detection")
+    values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     values |= decided
     if fields.given("stop_token_ids") and "stop_token_ids" in defaults:
         values["stop_token_ids"] = [*defaults["stop_token_ids"], *values["stop_token_ids"]]
@@ -80,7 +85,7 @@ def _lists(fields: Fields) -> dict[str, Any]:
             values[name] = fields.raw(name)
         elif fields.given(name):
             values[name] = fields.items(name, str, "a string or a list of strings")
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         if fields.given(name):
             values[name] = fields.items(name, int, "a list of token ids")
     return values
@@ -131,11 +136,6 @@ def cut_prompt(fields: Fields, ids: list[int], max_model_len: int) -> list[int]:
 def request_options(fields: Fields) -> dict[str, Any]:
     """What else goes with a request to the engine."""
     options: dict[str, Any] = {"priority": fields.integer("priority", 0)}
-    interval = fields.integer("stream_interval")
-    if interval is not None:
-        if interval < 1:
-            fields.refuse("stream_interval", f"must be at least 1, got {interval}.")
-        options["stream_interval"] = interval
     salt = fields.text("cache_salt")
     if salt is not None:
         if not salt or len(salt) > 128 or set(salt) & set("@/\\\0"):

@@ -40,12 +40,15 @@ class GenerationDefaults:
         extra_eos_ids: other end ids; the stop_reason is the id.
         sampling: field name of SamplingParams -> value.
         max_new_tokens: the authors' limit for an answer, or None.
+        bounds_answers: max_new_tokens holds for requests that ask for more, too: the operator chose it (by a path or
+            an override), it is not just what the model's authors suggest.
     """
 
     eos_ids: frozenset[int] = frozenset()
     extra_eos_ids: frozenset[int] = frozenset()
     sampling: Mapping[str, Any] = {}
     max_new_tokens: int | None = None
+    bounds_answers: bool = False
 
     @classmethod
     def load(
@@ -86,6 +89,7 @@ class GenerationDefaults:
             extra_eos_ids=frozenset(extra - ends),
             sampling=sampling,
             max_new_tokens=values.get("max_new_tokens"),
+            bounds_answers=generation_config not in ("auto", "vllm") or "max_new_tokens" in overrides,
         )
         try:
             defaults.fill({})

@@ -33,16 +33,17 @@ class StopFinder:
         self._reach = max(map(len, self._stops), default=1) - 1
         self._tail = ""  # the longest end of the text so far that begins a stop string
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Take new text.
 
+        Args: armed: whether a stop string that ends in this text counts; where it begins does not matter.
         Returns: text that may go out, and the stop string that was completed, if any. After a match the answer is
             over: the text is cut before the stop string (behind it with `include`), the rest is dropped.
         """
         if not self._stops:
             return text, None
         seen = self._tail + text
-        match = self._match(seen)
+        match = self._match(seen) if armed else None
         if match is not None:
             end, stop = match
             old = len(self._tail) if self._include else 0
@@ -54,10 +55,10 @@ class StopFinder:
         return out, None
 
     def _match(self, seen: str) -> tuple[int, str] | None:
-        """End and text of the match that ends first."""
+        """End and text of the match that ends first, of those that end in the new text."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
-            start = seen.find(stop)
+            start = seen.find(stop, max(0, len(self._tail) + 1 - len(stop)))
             if start >= 0 and (best is None or start + len(stop) < best[0]):
                 best = start + len(stop), stop
         return best
