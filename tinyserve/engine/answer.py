@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from attrs import define
+from attrs import define, evolve
 
 from ..errors import EngineError
 from ..request import FinishReason, Logprob, Output, Request, Usage
@@ -72,6 +72,7 @@ class Answer:
         self._detokenizer: Detokenizer | None = None
         self._stops: StopFinder | None = None
         self._texts: TokenTexts | None = None
+        self._logprobs = params.logprobs
         self._asked = params.logprob_token_ids or ()
         if params.detokenize:
             self._detokenizer = Detokenizer(
@@ -92,52 +93,72 @@ class Answer:
         """
         self._cached = update.cached_tokens
         self.timing.scheduled_ts = update.started
-        now = time.monotonic()
-        if update.error is not None or update.finish_reason is FinishReason.ERROR:
+        reason, stop, ids = update.finish_reason, update.stop_reason, update.token_ids
+        if update.error is not None or reason is FinishReason.ERROR:
             return self.ended(FinishReason.ERROR, update.error or EngineError("The request failed in the engine."))
-        text, count, matched = self._read(update)
-        self._produced += count
-        self.timing.count(count, now)
-        return self._output(
+        if self._stops is None:
+            text = self._text(ids, reason)
+        else:
+            text, count, matched = self._text_to_stop(ids, reason)
+            if matched is not None:
+                reason, stop, ids = FinishReason.STOP, matched, ids[:count]
+        self._produced += len(ids)
+        self.timing.count(len(ids), time.monotonic())
+        output = Output(
+            request_id=self.name,
+            index=self.index,
             text=text,
-            token_ids=update.token_ids[:count],
-            logprobs=self._logprobs(update, count),
-            **self._prompt_reports(update),
-            finish_reason=update.finish_reason if matched is None else FinishReason.STOP,
-            stop_reason=update.stop_reason if matched is None else matched,
+            token_ids=ids,
+            logprobs=None if self._logprobs is None else self._named(update, len(ids)),
+            finish_reason=reason,
+            stop_reason=stop,
+            usage=self._usage(),
+            metrics=self.timing,
         )
+        return output if update.prompt_logprobs is None else evolve(output, **self._prompt_reports(update))
 
     def ended(self, reason: FinishReason, error: Exception | None = None) -> Output:
         """The last output of an answer that is cut off from outside; text held back so far is dropped on an error."""
         text = self._rest()[0] if error is None else ""
-        return self._output(text=text, finish_reason=reason, error=error)
+        return Output(
+            request_id=self.name,
+            index=self.index,
+            text=text,
+            finish_reason=reason,
+            usage=self._usage(),
+            error=error,
+            metrics=self.timing,
+        )
 
-    def _output(self, **parts: Any) -> Output:
-        usage = Usage(
+    def _usage(self) -> Usage:
+        return Usage(
             prompt_tokens=len(self.request.prompt_ids), completion_tokens=self._produced, cached_tokens=self._cached
         )
-        return Output(request_id=self.name, index=self.index, usage=usage, metrics=self.timing, **parts)
 
-    def _read(self, update: Update) -> tuple[str, int, str | None]:
-        """Text that may go out, how many of the ids belong to the answer, and the stop string that ended it."""
-        ids = update.token_ids
+    def _shown(self, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[int, ...]:
+        """Without the end token, if that is what ended the answer: it counts, but its text does not."""
+        hidden = reason is FinishReason.STOP and not self.request.sampling.include_stop_str_in_output
+        return ids[:-1] if hidden else ids
+
+    def _text(self, ids: tuple[int, ...], reason: FinishReason | None) -> str:
+        """Text of new ids, where there are no stop strings."""
         if self._detokenizer is None:
-            return "", len(ids), None
-        params = self.request.sampling
-        ended_by_token = update.finish_reason is FinishReason.STOP
+            return ""
+        if reason is None:
+            return self._detokenizer.push(ids)
+        return self._detokenizer.push(self._shown(ids, reason)) + self._rest()[0]
+
+    def _text_to_stop(self, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[str, int, str | None]:
+        """Text that may go out, how many of the ids belong to the answer, and the stop string that ended it."""
         pieces: list[str] = []
-        for number, token in enumerate(ids, start=1):
-            if ended_by_token and number == len(ids) and not params.include_stop_str_in_output:
-                break  # the end token counts, its text does not
-            text = self._detokenizer.push((token,))
-            if self._stops is not None:
-                text, matched = self._stops.push(text, armed=self._produced + number > params.min_tokens)
-                if matched is not None:
-                    pieces.append(text)
-                    return "".join(pieces), number, matched
+        for number, token in enumerate(self._shown(ids, reason), start=1):
+            armed = self._produced + number > self.request.sampling.min_tokens
+            text, matched = self._stops.push(self._detokenizer.push((token,)), armed=armed)
             pieces.append(text)
+            if matched is not None:
+                return "".join(pieces), number, matched
         matched = None
-        if update.finish_reason is not None:
+        if reason is not None:
             text, matched = self._rest()
             pieces.append(text)
         return "".join(pieces), len(ids), matched
@@ -152,17 +173,13 @@ class Answer:
         text, matched = self._stops.push(text)
         return (text, matched) if matched is not None else (text + self._stops.finish(), None)
 
-    def _logprobs(self, update: Update, count: int) -> Sequence[Mapping[int, Logprob]] | None:
-        if self.request.sampling.logprobs is None:
-            return None
+    def _named(self, update: Update, count: int) -> Sequence[Mapping[int, Logprob]]:
         entries = (named(record, self._texts, self._asked) for record in (update.logprobs or ())[:count])
         return self._collected(entries)
 
     def _prompt_reports(self, update: Update) -> dict[str, Any]:
         """What was asked about the prompt, as fields of an Output."""
-        records, params = update.prompt_logprobs, self.request.sampling
-        if records is None:
-            return {}
+        records, params = update.prompt_logprobs or (), self.request.sampling
         found: dict[str, Any] = {}
         if params.prompt_logprobs is not None:
             tokenizer = self._tokenizer if params.detokenize else None

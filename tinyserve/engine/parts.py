@@ -119,7 +119,6 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             seed=config.model.seed,
             progress=progress,
         )
-    limit = {} if defaults.max_new_tokens is None else {"max_tokens": defaults.max_new_tokens}
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -128,7 +127,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         max_model_len=context(config.model.max_model_len, model.config.max_model_len, tokenizer.model_max_length),
         eos_ids=defaults.eos_ids,
         extra_eos_ids=defaults.extra_eos_ids,
-        default_sampling={**defaults.sampling, **limit},
+        default_sampling=defaults.as_fields(),
         max_new_tokens=defaults.max_new_tokens if defaults.bounds_answers else None,
         device=device,
         weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),

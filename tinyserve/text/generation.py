@@ -119,6 +119,11 @@ class GenerationDefaults:
         """SamplingParams of a request that sets nothing."""
         return self.fill({})
 
+    def as_fields(self) -> dict[str, Any]:
+        """The fields of SamplingParams that the model sets, its limit among them."""
+        limit = {} if self.max_new_tokens is None else {"max_tokens": self.max_new_tokens}
+        return {**self.sampling, **limit}
+
     def neutral(self) -> GenerationDefaults:
         """The same end ids without recommended sampling."""
         return evolve(self, sampling={}, max_new_tokens=None)
