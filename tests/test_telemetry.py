@@ -96,3 +96,19 @@ def test_the_loop_lag_is_the_longest_block():
 @pytest.mark.parametrize("name", [name for name in dir(NoMetrics) if not name.startswith("_")])
 def test_the_null_object_has_every_method(name):
     assert getattr(Metrics, name) is not getattr(NoMetrics, name)
+
+
+def test_gaps_observed_together_count_as_single_ones():
+    """Every bucket, the sum and the count, with values on the bounds, between them and beyond the last."""
+    values = [0.0, 0.001, 0.01, 0.0100001, 0.05, 0.3, 2.5, 1e6, 0.05]
+    together, single = Metrics("tiny"), Metrics("tiny")
+    together.later_tokens(values)
+    for one in values:
+        single._values["inter_token_latency_seconds"].observe(one)
+
+    def lines(metrics):
+        text = metrics.exposition()[0].decode()
+        return [line for line in text.splitlines() if "inter_token_latency" in line and "_created" not in line]
+
+    assert lines(together) == lines(single)
+    assert value(together, "tinyserve:inter_token_latency_seconds_count") == 9

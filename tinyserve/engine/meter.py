@@ -25,6 +25,7 @@ class Meter:
         self.metrics = metrics
         self._flying: deque[tuple[int, int]] = deque()
         self._preemptions = 0
+        self._gaps: list[float] = []  # of this step: seconds since each answer's token before
 
     def launched(self, step: StepInput) -> None:
         """A step takes off. Slices of one position are decodes, all others compute a prompt."""
@@ -32,7 +33,10 @@ class Meter:
         self._flying.append((step.num_tokens, prompt))
 
     def landed(self, updates: Sequence[Update], stats: SchedulerStats) -> None:
-        """The oldest step has been committed."""
+        """The oldest step has been committed, and its outputs were given to `output`."""
+        if self._gaps:
+            self.metrics.later_tokens(self._gaps)
+            self._gaps = []
         tokens, prompt = self._flying.popleft()
         generated = sum(len(update.token_ids) for update in updates)
         self.metrics.step(tokens=tokens, prompt_tokens=prompt, generation_tokens=generated)
@@ -61,7 +65,7 @@ class Meter:
                 )
                 self.metrics.first_token(timing.last_token_ts - timing.queued_ts)
             else:
-                self.metrics.later_tokens(timing.last_token_ts - before)
+                self._gaps.append(timing.last_token_ts - before)
         if output.finished:
             self.ended(answer, output)
 
