@@ -101,30 +101,54 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama-cpp-python; batch 1 only. Extra buffer types are off: its AMX code crashes on some hosts."""
+    """llama.cpp through its C calls, so that sequences share a batch. Each step: decode, then the best logit of each.
+
+    Extra buffer types are off: its AMX code crashes on some hosts.
+    """
 
     def __init__(self, threads: int) -> None:
         import llama_cpp
 
-        default = llama_cpp.llama_cpp.llama_model_default_params
+        self.lib = lib = llama_cpp.llama_cpp
+        lib.llama_backend_init()
+        params = lib.llama_model_default_params()
+        params.use_extra_bufts = False
+        self.model = lib.llama_model_load_from_file(str(weights()).encode(), params)
+        options = lib.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = 8 * 512, 2048, 512
+        options.n_seq_max = 8
+        options.n_threads = options.n_threads_batch = threads
+        self.context = lib.llama_init_from_model(self.model, options)
+        self.vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
+        self.batch = lib.llama_batch_init(2048, 0, 1)
 
-        def plain():
-            params = default()
-            params.use_extra_bufts = False
-            return params
+    def put(self, pieces: list[tuple[int, int, list[int]]]) -> None:
+        """Compute (sequence, first position, ids); logits are kept of the last id of each piece."""
+        batch, at = self.batch, 0
+        for sequence, position, ids in pieces:
+            for offset, token in enumerate(ids):
+                batch.token[at], batch.pos[at] = token, position + offset
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
+                batch.logits[at] = offset == len(ids) - 1
+                at += 1
+        batch.n_tokens = at
+        if self.lib.llama_decode(self.context, batch):
+            raise RuntimeError("llama_decode failed")
 
-        llama_cpp.llama_cpp.llama_model_default_params = plain
-        self.llm = llama_cpp.Llama(
-            str(weights()), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False
-        )
+    def chosen(self, rows: list[int]) -> list[int]:
+        import numpy as np
+
+        logits = (self.lib.llama_get_logits_ith(self.context, row) for row in rows)
+        return [int(np.ctypeslib.as_array(row, (self.vocab,)).argmax()) for row in logits]
 
     def generate(self, prompts: list[list[int]], count: int) -> None:
-        if len(prompts) > 1:
-            raise NotImplementedError("batches")
-        self.llm.reset()
-        stream = self.llm.generate(prompts[0], temp=0.0)
-        for _ in range(count):
-            next(stream)
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
+        self.put([(sequence, 0, ids) for sequence, ids in enumerate(prompts)])
+        ends = [sum(map(len, prompts[: number + 1])) - 1 for number in range(len(prompts))]
+        tokens = self.chosen(ends)
+        for step in range(count - 1):
+            self.put([(s, len(prompts[s]) + step, [token]) for s, token in enumerate(tokens)])
+            tokens = self.chosen(list(range(len(prompts))))
 
 
 class Vllm:
@@ -165,9 +189,10 @@ def best(run, repeats: int = 3) -> tuple[float, float]:
 
 def measure(name: str, threads: int) -> dict:
     """Everything about one engine in this process."""
-    from tinyserve.config import prepare_cpu_environment
+    if name.startswith("tinyserve"):
+        from tinyserve.config import prepare_cpu_environment
 
-    prepare_cpu_environment(threads)
+        prepare_cpu_environment(threads)  # the others wait for their threads as they do by default
     ids = tokens()
     engine = start(name, threads)
     result = {"engine": name, "threads": threads}
