@@ -90,7 +90,7 @@ def _attend_causally(q, k, v, *, scale, window, softcap, sinks):
     queries, keys = q.shape[2], k.shape[2]
     k, v = (one.expand(-1, q.shape[1], -1, -1) for one in (k, v))
     visible = None
-    if queries == keys and not (window or softcap or sinks is not None):
+    if q.is_cpu and queries == keys and not (window or softcap or sinks is not None):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     if queries > 1:
         visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
