@@ -53,7 +53,7 @@ def attend(
     Returns:
         [..., M, D] in q's type; probabilities are float32.
     """
-    if q.is_cpu and not softcap and sinks is None:  # elsewhere the formula itself: torch's own kernels are not the judge
+    if q.is_cpu and not softcap and sinks is None:  # elsewhere the formula, not a kernel of torch's
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=scale)
     scores = q.float() @ k.float().mT * scale
     if softcap:
