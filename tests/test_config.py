@@ -56,7 +56,9 @@ def test_text_and_native_values_give_the_same_option():
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "at least --max-num-seqs"),
         ({"ssl_keyfile": "k"}, "needed together"),
         ({"allow_credentials": True, "allowed_origins": ["*"]}, "named --allowed-origins"),
-        ({"block_size": 20}, "multiple of 8"),
+        ({"block_size": 24}, "power of two"),
+        ({"block_size": 4}, "power of two"),
+        ({"quantization": "awq"}, "not built yet"),
     ],
 )
 def test_wrong_options_are_refused_with_a_cure(values, message):

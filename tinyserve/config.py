@@ -185,8 +185,11 @@ class EngineConfig:
              "--batch-invariant is not built yet: float32 on the CPU comes closest."),
             (self.runner.cudagraph_capture_sizes is not None,
              "--cudagraph-capture-sizes: device graphs are not built yet."),
-            (bool(self.cache.block_size) and self.cache.block_size % 8 != 0,
-             f"--block-size must be a multiple of 8, got {self.cache.block_size}; 16, 32 and 64 are fast."),
+            (self.model.quantization not in (None, "gguf"),
+             f"--quantization {self.model.quantization} is not built yet: GGUF files are read as they are, and bf16 "
+             "checkpoints are packed to 8 bits on a CPU by --dtype auto."),
+            (bool(self.cache.block_size) and (self.cache.block_size < 8 or self.cache.block_size.bit_count() != 1),
+             f"--block-size must be a power of two from 8 up, got {self.cache.block_size}; 16, 32 and 64 are fast."),
         )  # fmt: skip
         for broken, message in table:
             if broken:
