@@ -1,8 +1,12 @@
 """llm.py: vLLM's arguments in, vLLM's result objects out; a thread and a loop of its own underneath."""
 
 import asyncio
+import copy
 import gc
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -192,6 +196,57 @@ def test_forgetting_an_llm_closes_it():
     thread.join(5)
 
     assert not thread.is_alive()
+
+
+LEFT_OPEN = """
+import os, sys
+from tests.engine.test_llm import make, quiet
+llm = make()
+print(len(quiet(llm, "a")[0].outputs[0].token_ids), flush=True)
+if sys.argv[1] == "raise":
+    raise ValueError("the user's mistake")
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if child == 0:
+        try:
+            quiet(llm, "a")
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        sys.exit(7)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def left_open(how):
+    """A process that uses an LLM and never closes it."""
+    return subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, how], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("how", ["end", "raise"])
+def test_an_llm_left_open_ends_with_the_interpreter(how):
+    """Breaks if anything but the user's own error is printed at exit: executors take no work then."""
+    done = left_open(how)
+
+    assert done.stdout == "6\n"
+    assert done.stderr.count("Traceback") == (how == "raise") and "futures" not in done.stderr
+    assert done.returncode == (how == "raise")
+
+
+def test_a_forked_process_is_told_that_it_has_no_engine():
+    """Breaks if the child waits for a thread that only its parent has, in generate or at its exit."""
+    done = left_open("fork")
+
+    assert "TinyserveError This LLM belongs to the process that made it" in done.stdout
+    assert done.stdout.endswith("child 7\n") and "Traceback" not in done.stderr
+
+
+def test_an_llm_cannot_be_pickled_or_copied():
+    with make() as llm:
+        for misuse in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TinyserveError, match="cannot be pickled or copied"):
+                misuse(llm)
 
 
 def test_prompt_lists():

@@ -17,10 +17,11 @@ import asyncio
 import contextlib
 import enum
 import logging
+import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -42,6 +43,23 @@ from .streams import Streams
 
 _log = logging.getLogger(__name__)
 CLOSE_SECONDS = 60  # how long `close` waits for the steps under way; the largest CPU prefill takes a few
+
+
+async def _in_own_thread(work: Callable[[], None]) -> None:
+    """Run `work` off the loop, also while the interpreter exits, when executors take nothing any more."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            loop.call_soon_threadsafe(done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(done.set_result, None)
+
+    threading.Thread(target=run, name="tinyserve-close", daemon=True).start()
+    await asyncio.shield(done)
 
 
 class Gate(enum.Enum):
@@ -317,7 +335,7 @@ class Engine:
                 task.cancel()
         self.intake.close()
         self.parts = evolve(self.parts, model=None)
-        await asyncio.to_thread(self.machine.close)
+        await _in_own_thread(self.machine.close)
 
     async def wait_closed(self) -> None:
         """Return when the loop has ended. Raises: EngineDead: it ended by an error."""

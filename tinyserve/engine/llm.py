@@ -13,6 +13,7 @@ Before: engine.py, outputs.py.  After: the user's program.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 import weakref
@@ -37,12 +38,22 @@ class Background:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tinyserve-llm", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it; an interrupt cancels it and comes out here."""
+        """Run a coroutine there and wait for it; an interrupt cancels it and comes out here.
+
+        Raises: TinyserveError: this is a forked process, which has no such thread.
+        """
+        if self._forked:
+            work.close()
+            raise TinyserveError(
+                "This LLM belongs to the process that made it: its threads do not exist in a forked one. Make the LLM "
+                "in the process that uses it, or start that process with multiprocessing's 'spawn'."
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -52,7 +63,7 @@ class Background:
 
     def close(self) -> None:
         """Close the engine and end the thread. Safe to call twice, and while the interpreter exits."""
-        if self._loop.is_closed():
+        if self._loop.is_closed() or self._forked:
             return
         engine, self.engine = self.engine, None
         if engine is not None:
@@ -60,6 +71,10 @@ class Background:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
 
 
 class LLM:
@@ -88,6 +103,11 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TinyserveError(
+            "An LLM cannot be pickled or copied: it is a running engine. Make one in each process that needs it."
+        )
 
     def close(self) -> None:
         """End the engine and give its memory back."""
