@@ -313,6 +313,7 @@ def prepare_cpu_environment(cpu_threads: int | None = None) -> None:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time; threads only warn after a fork
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads or max(1, cores - 1)))
 

@@ -114,6 +114,32 @@ def test_one_bos_c23():
     assert Tokenizer(byte_tokenizer()).encode("<|bos|><|bos|>x") == [BOS, BOS, 120]
 
 
+def test_long_texts_let_other_threads_run():
+    """Breaks if the library is called in a way that keeps the interpreter locked: a megabyte took 0.6 s."""
+    tokenizer = real("smollm2")
+    text = "hello world " * 120_000
+    ticks, longest, done = 0, 0.0, threading.Event()
+
+    def tick():
+        nonlocal ticks, longest
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            ticks, longest, last = ticks + 1, max(longest, now - last), now
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    start = time.perf_counter()
+    ids = tokenizer.encode(text)
+    seconds = time.perf_counter() - start
+    done.set()
+    ticker.join()
+
+    assert ids[:20] == tokenizer.encode(text[:600])[:20] and len(ids) == 240_001
+    assert longest < max(0.1, seconds / 2), f"{ticks} ticks in {seconds:.2f} s, the longest {longest:.2f} s"
+
+
 def test_limits_stop_the_work():
     """A limit of 5 on 10 MB of text: 6 ids, in a moment, and the same ids as without the limit."""
     tokenizer = real("smollm2")
