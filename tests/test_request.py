@@ -143,3 +143,14 @@ def test_records_of_vllms_names():
     assert [kind.name for kind in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
     with pytest.raises(RequestError, match="structured_outputs"):
         BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs={"regex": "a"})
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf")])
+def test_numbers_of_any_size_are_refused_as_requests(value):
+    """Breaks if a huge int meets math.isfinite (OverflowError) or the limit of digits that Python prints."""
+    for name in ("temperature", "top_p", "seed", "n", "max_tokens", "top_k", "min_p"):
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 200
+    with pytest.raises(RequestError):
+        SamplingParams(logit_bias={1: value})

@@ -9,13 +9,12 @@ Before: errors.py.  After: request.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import Converter
 
-from .errors import RequestError
+from .errors import RequestError, shown
 
 MAX_TEXTS = 128  # bad words of one request
 MAX_TOKEN_LIST = 16384  # entries of logit_bias / allowed_token_ids; more is a mistake or an attack
@@ -28,15 +27,15 @@ def refuse(param: str, message: str) -> None:
 
 
 def number(low: float, high: float, *, open_low: bool = False) -> Callable[[object, Any, Any], None]:
-    """A validator: a finite real number in [low, high], or in (low, high] when `open_low`."""
+    """A validator: a real number in [low, high], or in (low, high] when `open_low`."""
 
     def check(_instance: object, attribute: Any, value: object) -> None:
         name = attribute.name
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            refuse(name, f"{name} must be a number, got {value!r}.")
-        if not math.isfinite(value) or not (low < value <= high if open_low else low <= value <= high):
+            refuse(name, f"{name} must be a number, got {shown(value)}.")
+        if not (low < value <= high if open_low else low <= value <= high):  # NaN is not
             bracket = "(" if open_low else "["
-            refuse(name, f"{name} must be in {bracket}{low:g}, {high:g}], got {value}.")
+            refuse(name, f"{name} must be in {bracket}{low:g}, {high:g}], got {shown(value)}.")
 
     return check
 
@@ -49,9 +48,9 @@ def integer(low: int, high: int, *, optional: bool = False) -> Callable[[object,
         if optional and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int):
-            refuse(name, f"{name} must be an integer, got {value!r}.")
+            refuse(name, f"{name} must be an integer, got {shown(value)}.")
         if not low <= value <= high:
-            refuse(name, f"{name} must be in [{low}, {high}], got {value}.")
+            refuse(name, f"{name} must be in [{low}, {high}], got {shown(value)}.")
 
     return check
 
@@ -59,7 +58,7 @@ def integer(low: int, high: int, *, optional: bool = False) -> Callable[[object,
 def flag(_instance: object, attribute: Any, value: object) -> None:
     """A validator: True or False, and nothing that only looks like it."""
     if not isinstance(value, bool):
-        refuse(attribute.name, f"{attribute.name} must be True or False, got {value!r}.")
+        refuse(attribute.name, f"{attribute.name} must be True or False, got {shown(value)}.")
 
 
 def optional_flag(_instance: object, attribute: Any, value: object) -> None:
@@ -87,7 +86,7 @@ def token_list(_instance: object, attribute: Any, value: tuple[int, ...] | None)
         refuse(name, f"{name} has {len(value)} entries; at most {MAX_TOKEN_LIST} are allowed.")
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            refuse(name, f"{name} must hold token ids (integers >= 0), got {token!r}.")
+            refuse(name, f"{name} must hold token ids (integers >= 0), got {shown(token)}.")
 
 
 def texts(most: int) -> Callable[[object, Any, Any], None]:
@@ -99,7 +98,7 @@ def texts(most: int) -> Callable[[object, Any, Any], None]:
             refuse(name, f"{name} has {len(value)} entries; at most {most} are allowed.")
         for text in value:
             if not isinstance(text, str):
-                refuse(name, f"{name} must hold strings, got {text!r}.")
+                refuse(name, f"{name} must hold strings, got {shown(text)}.")
             if not text:
                 refuse(name, f"{name} must not contain an empty string.")
 
@@ -111,12 +110,12 @@ def extra_args(_instance: object, attribute: Any, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        refuse(attribute.name, f"{attribute.name} must map names to values, got {value!r}.")
+        refuse(attribute.name, f"{attribute.name} must map names to values, got {shown(value)}.")
     waiting: list[Any] = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, int) and item not in INT64:
-            refuse(attribute.name, f"{attribute.name}: {item} does not fit in 64 bits.")
+            refuse(attribute.name, f"{attribute.name}: {shown(item)} does not fit in 64 bits.")
         if isinstance(item, Mapping):
             waiting.extend(item.values())
         elif isinstance(item, (list, tuple)):
@@ -125,7 +124,7 @@ def extra_args(_instance: object, attribute: Any, value: object) -> None:
 
 def _listed(name: str, value: Any, what: str) -> list[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        refuse(name, f"{name} must be a list of {what}, got {value!r}.")
+        refuse(name, f"{name} must be a list of {what}, got {shown(value)}.")
     return list(value)
 
 
@@ -141,7 +140,7 @@ def _as_tokens(value: Sequence[int] | None, attribute: Any) -> tuple[int, ...] |
     ids = _listed(attribute.name, value, "token ids")
     for token in ids:
         if type(token) is not int:
-            refuse(attribute.name, f"{attribute.name} must hold token ids (integers >= 0), got {token!r}.")
+            refuse(attribute.name, f"{attribute.name} must hold token ids (integers >= 0), got {shown(token)}.")
     return tuple(dict.fromkeys(ids))
 
 
@@ -155,7 +154,7 @@ def _as_token_rows(value: Any, attribute: Any) -> tuple[Any, ...] | None:
     for row in checked:
         for token in row:
             if type(token) is not int or token < -1:
-                refuse(name, f"{name} must hold token ids (or -1 for none), got {token!r}.")
+                refuse(name, f"{name} must hold token ids (or -1 for none), got {shown(token)}.")
     return tuple(rows) if shared else tuple(tuple(row) for row in checked)
 
 
@@ -180,7 +179,7 @@ def as_bias(value: Mapping[int | str, float] | None) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        refuse("logit_bias", f"logit_bias must map token ids to numbers, got {value!r}.")
+        refuse("logit_bias", f"logit_bias must map token ids to numbers, got {shown(value)}.")
     if len(value) > MAX_TOKEN_LIST:
         refuse("logit_bias", f"logit_bias has {len(value)} entries; at most {MAX_TOKEN_LIST} are allowed.")
     bias: dict[int, float] = {}
@@ -188,10 +187,10 @@ def as_bias(value: Mapping[int | str, float] | None) -> dict[int, float] | None:
         try:
             token = int(key)
         except (TypeError, ValueError):
-            refuse("logit_bias", f"logit_bias keys must be token ids, got {key!r}.")
+            refuse("logit_bias", f"logit_bias keys must be token ids, got {shown(key)}.")
         if token < 0 or isinstance(added, bool) or not isinstance(added, (int, float)):
-            refuse("logit_bias", f"logit_bias must map token ids to numbers, got {key!r}: {added!r}.")
-        if not math.isfinite(added) or abs(added) > 100:
-            refuse("logit_bias", f"logit_bias values must be in [-100, 100], got {added} for token {token}.")
+            refuse("logit_bias", f"logit_bias must map token ids to numbers, got {shown(key)}: {shown(added)}.")
+        if not abs(added) <= 100:  # NaN is not
+            refuse("logit_bias", f"logit_bias values must be in [-100, 100], got {shown(added)} for token {token}.")
         bias[token] = float(added)
     return bias

@@ -19,7 +19,35 @@ Before: nothing (this is the first row).  After: every other file.
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
 COUNTED_CONTEXTS = 4  # a prompt is counted exactly up to so many contexts; of a longer one the refusal says "at least"
+
+
+class _Short(reprlib.Repr):
+    """The library's, without sorting a million keys and without printing a million digits."""
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        pieces = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), 4)]
+        return "{" + ", ".join([*pieces, *(["..."] if len(x) > 4 else [])]) + "}"
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
+
+
+_short = _Short()
+_short.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """What a message says of a value that somebody sent: at most 80 characters, and no work that grows with it."""
+    text = _short.repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class TinyserveError(Exception):
@@ -75,7 +103,7 @@ class UnknownModel(RequestError):
 
     def __init__(self, name: str, served: tuple[str, ...]) -> None:
         super().__init__(
-            f"The model `{name}` does not exist. Served here: {', '.join(served)}.",
+            f"The model `{name[:200]}` does not exist. Served here: {', '.join(served)}.",
             param="model",
             code="model_not_found",
         )

@@ -20,7 +20,7 @@ from attrs import Converter, field, frozen
 
 from . import checks
 from .checks import INT64, as_logprobs, as_texts, as_tokens, integer, number, refuse, token_list
-from .errors import RequestError
+from .errors import RequestError, shown
 
 MIN_TEMPERATURE = 0.01  # below it fp32 logits / t overflow towards one-hot anyway; 0 itself means greedy
 GREEDY_BELOW = 1e-5
@@ -77,10 +77,10 @@ class RepetitionDetectionParams:
             return value
         name = "repetition_detection"
         if not isinstance(value, Mapping):
-            refuse(name, f"{name} must have max_pattern_size, min_pattern_size and min_count, got {value!r}.")
+            refuse(name, f"{name} must have max_pattern_size, min_pattern_size and min_count, got {shown(value)}.")
         known = {"max_pattern_size", "min_pattern_size", "min_count"}
         if unknown := sorted(map(str, value.keys() - known)):
-            refuse(name, f"{name} has no field {unknown[0]!r}; its fields are {', '.join(sorted(known))}.")
+            refuse(name, f"{name} has no field {shown(unknown[0])}; its fields are {', '.join(sorted(known))}.")
         try:
             return cls(**value)
         except RequestError as error:
@@ -159,7 +159,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             refuse("allowed_token_ids", "allowed_token_ids must not be empty.")
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
-            refuse("output_kind", f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
+            refuse("output_kind", f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}.")
         self._check_reports()
         if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
             warnings.warn(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}", stacklevel=3)

@@ -312,4 +312,13 @@ def test_requests_are_logged_when_asked(run, caplog):
     run(post({"temperature": 0.5, "request_id": "r"}, enable_log_requests=True, max_log_len=5))
 
     assert "received chatcmpl-r: 20 prompt tokens, {'temperature': 0.5, 'max_tokens': None}" in caplog.text
-    assert '"[{\'ro"' in caplog.text
+    assert "prompt of chatcmpl-r: [{'ro\n" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a\nERROR forged", "a\r\nx: y", "a\u2028b\x1b[2J"])
+def test_a_request_id_cannot_forge_log_lines(run, caplog, name):
+    caplog.set_level("INFO", logger="tinyserve.requests")
+    body = run(post({"request_id": name}, enable_log_requests=True)).json()
+
+    assert body["id"].isprintable() and body["id"].startswith("chatcmpl-a?")
+    assert all(record.getMessage().isprintable() for record in caplog.records)

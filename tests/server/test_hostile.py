@@ -1,6 +1,7 @@
 """Whatever a body holds, the answer is a 200 or a 4xx in OpenAI's shape: never a 500, never broken JSON."""
 
 import asyncio
+import threading
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,3 +93,54 @@ def test_no_body_is_a_server_error():
         asyncio.run(go())
 
     check()
+
+
+def test_refusals_stay_short_and_quick():
+    """Breaks if a message shows all of what was sent: 2 MB of a wrong type came back, and took the loop's time."""
+    long = [[1] * 500_000, "x" * 1_000_000, {str(i): 1 for i in range(100_000)}, nested(900)]
+    names = ("temperature", "seed", "stop", "messages", "logit_bias", "stream", "model", "n", "tools", "stop_token_ids")
+
+    async def go():
+        async with client_of(FakeEngine()) as client:
+            for value in long:
+                for name in names:
+                    response = await client.post(
+                        "/v1/chat/completions", json={**GOOD["/v1/chat/completions"], name: value}
+                    )
+                    assert response.status_code in (400, 404, 200), response.text[:300]
+                    assert len(response.content) < 1500, (name, response.text[:300])
+
+    asyncio.run(go())
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_many_prompts_are_encoded_off_the_loop():
+    """D15: 600 prompts of 2000 characters were encoded between two turns of the loop: 1.2 s with a real tokenizer."""
+
+    class Slow(FakeEngine):
+        def __init__(self):
+            super().__init__()
+            encode, self.threads = self.tokenizer.encode, set()
+
+            def watched(*args, **options):
+                self.threads.add(threading.get_ident())
+                return encode(*args, **options)[:9]
+
+            self.tokenizer.encode = watched
+
+    async def go():
+        engine = Slow()
+        async with client_of(engine) as client:
+            body = {"prompt": ["x" * 2000] * 600, "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert threading.get_ident() not in engine.threads
+            response = await client.post("/v1/completions", json={**body, "n": 100})
+            assert response.status_code == 400 and "60000" not in response.text and "16384" in response.text
+
+    asyncio.run(go())

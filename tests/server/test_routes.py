@@ -3,6 +3,7 @@
 import pytest
 
 from tinyserve.errors import EngineDead, Overloaded
+from tinyserve.server.app import ROUTES
 
 from .conftest import FakeEngine, client_of, refused, service_of, strict
 
@@ -145,6 +146,31 @@ def test_any_of_the_keys_opens(run, header):
 
     assert run(call("POST", CHAT, json=HI, headers={"Authorization": header}, options=options)).status_code == 200
     assert run(call("GET", "/health", options=options)).status_code == 200
+
+
+def test_every_route_but_the_probes_asks_for_the_key(run):
+    """D39: walks the routes themselves, so that a new one is closed until it is named here."""
+    answers = {
+        (method, path): run(call(method, path.replace("{name:path}", "tiny"), options={"api_key": ["k"]})).status_code
+        for method, path, _ in ROUTES
+    }
+    open_paths = {path for (_, path), status in answers.items() if status != 401}
+
+    assert open_paths == {"/health", "/ping", "/version", "/load", "/metrics", "/metrics/"}
+    assert run(call("GET", "/anything", options={"api_key": ["k"]})).status_code == 401
+
+
+def test_made_up_methods_and_paths_add_no_series(run):
+    """D05: a label value that a client chooses would grow the metrics for ever."""
+    engine = FakeEngine()
+    for number in range(20):
+        run(call(f"FOO{number}", f"/v1/x{number}", engine))
+        run(call(f"FOO{number}", CHAT, engine))
+    series = [
+        line for line in engine.metrics.exposition()[0].decode().splitlines() if line.startswith("http_requests_t")
+    ]
+
+    assert len(series) <= 4, series
 
 
 def test_browsers_of_other_sites_need_an_allowed_origin(run):

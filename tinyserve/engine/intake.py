@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from attrs import evolve, frozen
 
-from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError
+from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError, shown
 from ..request import Request, SamplingParams
 from .fanout import children
 
@@ -166,13 +166,13 @@ class Intake:
         if isinstance(prompt, Mapping):
             unknown = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
             if unknown:
-                raise RequestError(f"This model's prompts have no part {unknown[0]!r}.", param="prompt")
+                raise RequestError(f"This model's prompts have no part {shown(unknown[0])}.", param="prompt")
             salt = prompt.get("cache_salt", salt)
             ids, prompt = prompt.get("prompt_token_ids"), prompt.get("prompt")
         elif not isinstance(prompt, str):
             ids, prompt = prompt, None
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(f"cache_salt must be a text that is not empty, got {salt!r}.", param="cache_salt")
+            raise RequestError(f"cache_salt must be a text that is not empty, got {shown(salt)}.", param="cache_salt")
         if prompt is not None and not isinstance(prompt, str):
             raise RequestError(f"The prompt must be a text or token ids, got {type(prompt).__name__}.", param="prompt")
         cut = self._cut(call.truncate_prompt_tokens)
@@ -193,7 +193,7 @@ class Intake:
             return None
         if isinstance(asked, bool) or not isinstance(asked, int) or not -1 <= asked <= longest:
             raise RequestError(
-                f"truncate_prompt_tokens must be an integer in [-1, {longest}], got {asked!r}.",
+                f"truncate_prompt_tokens must be an integer in [-1, {longest}], got {shown(asked)}.",
                 param="truncate_prompt_tokens",
             )
         return longest - 1 if asked == -1 else asked
@@ -202,7 +202,7 @@ class Intake:
         try:
             ids = list(ids)
         except TypeError:
-            raise RequestError(f"Token ids must be a list of integers, got {ids!r}.", param="prompt") from None
+            raise RequestError(f"Token ids must be a list of integers, got {shown(ids)}.", param="prompt") from None
         if not ids:
             raise RequestError("The prompt is empty: at least one token is needed.", param="prompt")
         if any(type(token) is not int for token in ids):
@@ -282,5 +282,5 @@ class Intake:
 def _plain_int(token: Any) -> int:
     """An id given as another integer type (numpy's, say). Raises: RequestError: it is none."""
     if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise RequestError(f"Token ids must be integers, got {token!r}.", param="prompt")
+        raise RequestError(f"Token ids must be integers, got {shown(token)}.", param="prompt")
     return token.__index__()

@@ -31,7 +31,9 @@ from .openai_completions import completions
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
-GUARDED = ("/v1", "/v2", "/inference")  # an API key is asked for on these paths only: probes and scrapers have none
+OPEN = {"/health", "/ping", "/version", "/load", "/metrics", "/metrics/"}  # probes and scrapers have no API key
+_ANSWERED = ("/v1", "/v2", "/inference")  # what counts as load
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _UNCOUNTED = {"/metrics", "/health", "/load", "/ping", "/version"}
 
 Handler = Callable[[Request, Service], Awaitable[Any]]
@@ -101,7 +103,7 @@ class Front:
             return
         scope["app"] = self  # makes the router raise its 404 and 405 instead of writing them as plain text
         state = _Answering(send, self._request_id(scope))
-        counted = _path(scope).startswith(GUARDED)
+        counted = _path(scope).startswith(_ANSWERED)
         self._service.inflight += counted
         try:
             await self._app(scope, receive, state.send)
@@ -118,7 +120,8 @@ class Front:
     def _count(self, scope: Any, status: int | None) -> None:
         route = scope.get("tinyserve.route", "none")
         if self._service.engine is not None and route not in _UNCOUNTED and status is not None:
-            self._service.engine.metrics.http(route, scope["method"], status)
+            method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may make up any word
+            self._service.engine.metrics.http(route, method, status)
 
 
 class Guard:
@@ -151,7 +154,7 @@ class Guard:
                 f"There are {len(headers)} headers with {size} bytes; at most {MAX_HEADERS} with {MAX_HEADER_BYTES} "
                 "bytes are allowed."
             )
-        if not self._keys or scope["method"] == "OPTIONS" or not _path(scope).startswith(GUARDED):
+        if not self._keys or scope["method"] == "OPTIONS" or _path(scope) in OPEN:
             return
         sent = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = sent.partition(b" ")

@@ -17,7 +17,7 @@ import anyio
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from ..errors import RequestError
+from ..errors import RequestError, shown
 from .errors import BodyTimeout, TooLarge
 
 OFF_LOOP_BYTES = 64 * 1024  # larger bodies are parsed in a thread; 2.6 ms a megabyte
@@ -113,9 +113,8 @@ class Fields:
 
     def wrong(self, name: str, expected: str) -> RequestError:
         """The error for a field of a wrong type."""
-        shown = repr(self.values.get(name))
-        shown = shown if len(shown) < 80 else shown[:77] + "..."
-        return RequestError(f"{self.path}{name} must be {expected}, got {shown}.", param=self.path + name)
+        value = shown(self.values.get(name))
+        return RequestError(f"{self.path}{name} must be {expected}, got {value}.", param=self.path + name)
 
     def refuse(self, name: str, why: str) -> None:
         """Raise a 400 that names the field."""

@@ -84,7 +84,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     )
     request_id = "chatcmpl-" + name_of(request, fields)
     writer = ChatWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
-    log_request(service.config.log, request_id, sampling, ids, str(messages))
+    log_request(service.config.log, request_id, sampling, len(ids), messages)
     if beam:
         outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None)
     else:
@@ -93,9 +93,9 @@ async def chat_completions(request: Request, service: Service) -> Generation:
 
 
 def name_of(request: Request, fields: Fields) -> str:
-    """The id of a request: the header's, else the body's, else a new one."""
-    name = request.headers.get("x-request-id") or fields.text("request_id")
-    return name[:256] if name else uuid.uuid4().hex
+    """The id of a request: the header's, else the body's, else a new one. It goes to the log, so it has one line."""
+    name = (request.headers.get("x-request-id") or fields.text("request_id") or uuid.uuid4().hex)[:256]
+    return name if name.isprintable() else "".join(c if c.isprintable() else "?" for c in name)
 
 
 def read_messages(fields: Fields, most: int) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, req
 from .sse import Generation, Tally
 
 MAX_PROMPTS = 1024
+MAX_CHOICES = 16384  # prompts times answers
 INLINE_CHARACTERS = 2048  # 1 ms of work; longer texts go to a thread
 DEFAULT_MAX_TOKENS = 16
 
@@ -69,7 +70,7 @@ async def completions(request: Request, service: Service) -> Generation:
     alone = {"n": 1} if beam else {}
     sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
     more = request_options(fields)
-    prompts = [await _encoded(engine, fields, prompt) for prompt in read_prompts(fields)]
+    prompts = await _read(engine, fields, sampling.n)
     shape = Shape(
         prompts=prompts,
         n=beam.beam_width if beam else sampling.n,
@@ -81,9 +82,7 @@ async def completions(request: Request, service: Service) -> Generation:
     )
     request_id = "cmpl-" + name_of(request, fields)
     writer = CompletionWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
-    log_request(
-        service.config.log, request_id, sampling, [i for p in prompts for i in p.ids], str(fields.raw("prompt"))
-    )
+    log_request(service.config.log, request_id, sampling, sum(len(p.ids) for p in prompts), fields.raw("prompt"))
     if beam:
         sources = [beam_outputs(engine, p.ids, beam, logprobs=sampling.logprobs is not None) for p in prompts]
     else:
@@ -112,14 +111,25 @@ def read_prompts(fields: Fields) -> list[str | list[int]]:
     raise fields.wrong("prompt", "only texts, or only lists of token ids, none of them empty")
 
 
-async def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) -> Prompt:
-    """Ids and text of one prompt, cut if asked. All prompts are checked before any of them runs."""
+async def _read(engine: EngineFace, fields: Fields, n: int) -> list[Prompt]:
+    """All prompts, checked before any of them runs; much text is tokenised off the loop."""
+    asked = read_prompts(fields)
+    if len(asked) * n > MAX_CHOICES:
+        fields.refuse("n", f"{len(asked)} prompts with {n} answers each are above the {MAX_CHOICES} choices allowed.")
+
+    def work() -> list[Prompt]:
+        return [_encoded(engine, fields, prompt) for prompt in asked]
+
+    return work() if sum(map(len, asked)) <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) -> Prompt:
+    """Ids and text of one prompt, cut if asked."""
     cut = fields.given("truncate_prompt_tokens")
     longest = engine.max_model_len
     if isinstance(prompt, str):
-        ids = await _ids_of(
-            engine, prompt, fields.flag("add_special_tokens", True), None if cut else COUNTED_CONTEXTS * longest
-        )
+        limit = None if cut else COUNTED_CONTEXTS * longest  # more are refused anyway
+        ids = engine.tokenizer.encode(prompt, add_special_tokens=fields.flag("add_special_tokens", True), limit=limit)
     else:
         ids = prompt
         if min(ids) < 0:
@@ -134,15 +144,6 @@ async def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) 
     if isinstance(prompt, str) and not cut:
         return Prompt(prompt, ids)
     return Prompt(engine.tokenizer.decode(ids, skip_special_tokens=False) if fields.flag("echo") else "", ids)
-
-
-async def _ids_of(engine: EngineFace, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
-    """Tokenise, a long text off the loop. limit: stop a little after so many tokens: more are refused anyway."""
-
-    def work() -> list[int]:
-        return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
-
-    return work() if len(text) <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 def _decided(fields: Fields, echo: bool) -> dict[str, Any]:

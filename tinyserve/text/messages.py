@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import RequestError, shown
 
 TEXT_PARTS = {"text", "input_text", "output_text"}
 Message = dict[str, Any]
@@ -62,7 +62,7 @@ def _content(content: Any, role: str, place: str, *, keep_parts: bool, wrap_text
     place = f"{place}.content"
     if content is None:
         if role not in ("assistant", "tool", "function"):
-            raise _wrong(place, f"must be a text or a list of parts for the role {role!r}, not null")
+            raise _wrong(place, f"must be a text or a list of parts for the role {shown(role)}, not null")
         content = ""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if wrap_text else content
@@ -81,7 +81,7 @@ def _part(part: Any, place: str) -> Message:
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
     if kind not in TEXT_PARTS:
-        raise _wrong(f"{place}.type", f"is {kind!r}; this model reads text only")
+        raise _wrong(f"{place}.type", f"is {shown(kind)}; this model reads text only")
     if not isinstance(part.get("text"), str):
         raise _wrong(f"{place}.text", "must be a text")
     return {"type": "text", "text": part["text"]}
