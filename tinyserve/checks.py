@@ -17,6 +17,7 @@ from attrs import Converter
 from .errors import RequestError, shown
 
 MAX_TEXTS = 128  # bad words of one request
+MAX_TEXT = 8192  # characters of a stop string or a bad word; their tables are made while everybody waits
 MAX_TOKEN_LIST = 16384  # entries of logit_bias / allowed_token_ids; more is a mistake or an attack
 INT64 = range(-(2**63), 2**63)
 
@@ -90,7 +91,7 @@ def token_list(_instance: object, attribute: Any, value: tuple[int, ...] | None)
 
 
 def texts(most: int) -> Callable[[object, Any, Any], None]:
-    """A validator: at most `most` texts, none of them empty."""
+    """A validator: at most `most` texts, none of them empty or endless."""
 
     def check(_instance: object, attribute: Any, value: tuple[str, ...]) -> None:
         name = attribute.name
@@ -101,6 +102,8 @@ def texts(most: int) -> Callable[[object, Any, Any], None]:
                 refuse(name, f"{name} must hold strings, got {shown(text)}.")
             if not text:
                 refuse(name, f"{name} must not contain an empty string.")
+            if len(text) > MAX_TEXT:
+                refuse(name, f"{name} has a text of {len(text)} characters; at most {MAX_TEXT} are allowed.")
 
     return check
 

@@ -107,7 +107,8 @@ class Intake:
         number = next(self._numbers)
         text = call.prompt.get("prompt") if isinstance(call.prompt, Mapping) else call.prompt
         arrival = time.monotonic()
-        if isinstance(text, str) and len(text) > INLINE_CHARACTERS:
+        words = call.sampling.bad_words if call.sampling else ()
+        if (len(text) if isinstance(text, str) else 0) + sum(map(len, words)) > INLINE_CHARACTERS:
             return await self.off_loop(lambda: self._prepare(call, number, seed, arrival))
         return self._prepare(call, number, seed, arrival)
 

@@ -17,6 +17,7 @@ import anyio
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
+from ..checks import MAX_TOKEN_LIST
 from ..errors import RequestError, shown
 from .errors import BodyTimeout, TooLarge
 
@@ -129,9 +130,13 @@ class Fields:
     def integer(self, name: str, default: int | None = None) -> int | None:
         return self._typed(name, int, "an integer", default)
 
-    def items(self, name: str, kind: type | tuple[type, ...] = object, expected: str = "a list") -> list[Any] | None:
-        """A list whose elements are of `kind`."""
+    def items(
+        self, name: str, kind: type | tuple[type, ...] = object, expected: str = "a list", most: int = MAX_TOKEN_LIST
+    ) -> list[Any] | None:
+        """A list of at most `most` elements, which are of `kind`."""
         values = self._typed(name, list, expected, None)
+        if values and len(values) > most:
+            self.refuse(name, f"has {len(values)} entries; at most {most} are allowed.")
         for value in values or ():
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
                 raise self.wrong(name, expected)

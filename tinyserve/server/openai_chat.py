@@ -100,11 +100,12 @@ def name_of(request: Request, fields: Fields) -> str:
 
 def read_messages(fields: Fields, most: int) -> list[dict[str, Any]]:
     """The conversation, as far as its shape goes; what is in a message is checked with the template."""
-    messages = fields.items("messages", dict, "a list of messages")
+    given = fields.raw("messages")
+    if isinstance(given, list) and len(given) > most:
+        raise TooLarge(f"messages has {len(given)} entries; at most {most} are allowed.", param="messages")
+    messages = fields.items("messages", dict, "a list of messages", most)
     if not messages:
         fields.refuse("messages", "at least one message is needed.")
-    if len(messages) > most:
-        raise TooLarge(f"messages has {len(messages)} entries; at most {most} are allowed.", param="messages")
     return messages
 
 

@@ -112,15 +112,25 @@ def read_prompts(fields: Fields) -> list[str | list[int]]:
 
 
 async def _read(engine: EngineFace, fields: Fields, n: int) -> list[Prompt]:
-    """All prompts, checked before any of them runs; much text is tokenised off the loop."""
-    asked = read_prompts(fields)
-    if len(asked) * n > MAX_CHOICES:
-        fields.refuse("n", f"{len(asked)} prompts with {n} answers each are above the {MAX_CHOICES} choices allowed.")
+    """All prompts, checked before any of them runs; off the loop if there is much to read."""
 
     def work() -> list[Prompt]:
+        asked = read_prompts(fields)
+        if len(asked) * n > MAX_CHOICES:
+            fields.refuse(
+                "n", f"{len(asked)} prompts with {n} answers each are above the {MAX_CHOICES} allowed choices."
+            )
         return [_encoded(engine, fields, prompt) for prompt in asked]
 
-    return work() if sum(map(len, asked)) <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+    return work() if _is_small(fields.raw("prompt")) else await asyncio.to_thread(work)
+
+
+def _is_small(prompt: Any) -> bool:
+    if not isinstance(prompt, list):
+        return not isinstance(prompt, str) or len(prompt) <= INLINE_CHARACTERS
+    pieces = prompt[:INLINE_CHARACTERS]
+    size = sum(len(piece) if isinstance(piece, (str, list)) else 1 for piece in pieces)
+    return len(prompt) <= INLINE_CHARACTERS and size <= INLINE_CHARACTERS
 
 
 def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) -> Prompt:

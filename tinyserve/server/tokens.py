@@ -6,15 +6,18 @@ Before: fields.py, openai_chat.py (how messages are read).  After: app.py.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from .face import Service
-from .fields import read_json
+from .fields import Fields, read_json
 from .logprobs import token_bytes
 from .openai_chat import read_messages, template_options
+
+MAX_TOKENS = 2**22  # to decode; more than any context
 
 
 async def tokenize(request: Request, service: Service) -> Response:
@@ -44,12 +47,16 @@ async def detokenize(request: Request, service: Service) -> Response:
     options = service.config.server
     fields = await read_json(request, options.max_body_bytes, options.max_messages)
     service.model_name(fields.text("model"))
-    ids = fields.items("tokens", int, "a list of token ids")
+    text = await asyncio.to_thread(_decoded, engine.tokenizer, fields)
+    return Response(orjson.dumps({"prompt": text}), media_type="application/json")
+
+
+def _decoded(tokenizer: Any, fields: Fields) -> str:
+    ids = fields.items("tokens", int, "a list of token ids", MAX_TOKENS)
     if ids is None:
         fields.refuse("tokens", "a list of token ids is needed.")
-    size = engine.tokenizer.vocab_size
+    size = tokenizer.vocab_size
     wrong = next((token for token in ids if not 0 <= token < size), None)
     if wrong is not None:
         fields.refuse("tokens", f"token id {wrong} is outside the vocabulary of {size} tokens.")
-    text = await asyncio.to_thread(engine.tokenizer.decode, ids, skip_special_tokens=False)
-    return Response(orjson.dumps({"prompt": text}), media_type="application/json")
+    return tokenizer.decode(ids, skip_special_tokens=False)
