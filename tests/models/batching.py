@@ -9,7 +9,7 @@ a model in a test without runner, scheduler or engine.
 import random
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from tinyserve.kv.groups import group_layers
@@ -32,6 +32,7 @@ class Batch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    memo: dict = field(factory=dict)
 
 
 @define

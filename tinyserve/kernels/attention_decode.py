@@ -22,7 +22,7 @@ import triton.language as tl
 
 from . import launch
 from .attention_merge import attention_merge
-from .launch import cdiv, choose, next_power_of_2, use_kernel
+from .launch import cdiv, choose, joined, next_power_of_2, once, use_kernel
 
 PROGRAMS = 264  # two for each processor of the largest device; measured: more cost more than they bring
 MOST_SPLITS = 64
@@ -65,21 +65,16 @@ def attend(
     return (scores.softmax(dim=-1)[..., : k.shape[-2]] @ v.float()).to(q.dtype)
 
 
-def head_rows(tables: torch.Tensor, heads: int) -> torch.Tensor:
-    """Number the rows of caches seen as [B·Hkv, P·D]: block tables [S, N] -> [S, Hkv, N]."""
-    return torch.add(
-        torch.arange(heads, dtype=tables.dtype, device=tables.device)[:, None], tables[:, None], alpha=heads
-    )
-
-
-def gather_rows(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, rows: torch.Tensor, inside: slice
+def gather(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor, inside: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy rows [Hkv, N] of both caches out in the order of their tokens; keep those `inside`: twice [1, Hkv, M, D]."""
-    _, heads, page, head_dim = k_cache.shape
-    rows = rows.reshape(-1)
-    k, v = (cache.view(-1, page * head_dim).index_select(0, rows) for cache in (k_cache, v_cache))
-    return k.view(1, heads, -1, head_dim)[:, :, inside], v.view(1, heads, -1, head_dim)[:, :, inside]
+    """Copy blocks [N] of both caches out in the order of their tokens; keep those `inside`: twice [1, Hkv, M, D]."""
+    heads, _, head_dim = k_cache.shape[1:]
+    both = joined(k_cache, v_cache)
+    if both is not None:
+        return both.index_select(0, blocks).view(1, -1, 2 * heads, head_dim)[:, inside].transpose(1, 2).chunk(2, dim=1)
+    k, v = (cache.transpose(1, 2).index_select(0, blocks) for cache in (k_cache, v_cache))
+    return tuple(one.view(1, -1, heads, head_dim)[:, inside].transpose(1, 2) for one in (k, v))
 
 
 def attention_decode_reference(
@@ -95,6 +90,7 @@ def attention_decode_reference(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    memo: dict | None = None,
 ) -> torch.Tensor:
     """The specification of `attention_decode`, with its arguments; also how the CPU serves.
 
@@ -102,24 +98,36 @@ def attention_decode_reference(
     and a sequence's result does not depend on its neighbours.
     """
     heads, page, head_dim = k_cache.shape[1:]
-    grouped = q.view(len(q), heads, q.shape[1] // heads, head_dim)
+    grouped = q.view(q.shape[0], heads, q.shape[1] // heads, head_dim)
     sinks = None if sinks is None else sinks.view(heads, -1, 1)
-    rows = head_rows(block_tables, heads).unbind()
+    key = ("visible", block_tables.data_ptr(), page, window)
+    found = once(memo, key, lambda: _visible(block_tables, seq_lens.tolist(), page, window))
     results = []
-    for number, length in enumerate(seq_lens.tolist()):
-        if not length:
-            results.append(torch.zeros_like(grouped[:1]))
+    for number, (blocks, inside) in enumerate(found):
+        one = grouped[number : number + 1]
+        if not blocks.shape[0]:
+            results.append(torch.zeros_like(one))
             continue
-        low = max(0, length - window) if window else 0
-        first = low // page
-        inside = slice(low - first * page, length - first * page)
-        k, v = gather_rows(k_cache, v_cache, rows[number][:, first : cdiv(length, page)], inside)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = gather(k_cache, v_cache, blocks, inside)
         results.append(
-            attend(grouped[number : number + 1], k, v, visible=None, scale=scale, softcap=softcap, sinks=sinks)
+            attend(one, k.to(q.dtype), v.to(q.dtype), visible=None, scale=scale, softcap=softcap, sinks=sinks)
         )
+    if out is None and len(results) == 1:
+        return results[0].view(q.shape)
     result = torch.cat(results).view(q.shape) if results else torch.empty_like(q)
     return result if out is None else out.copy_(result)
+
+
+def _visible(
+    block_tables: torch.Tensor, lengths: list[int], page: int, window: int
+) -> list[tuple[torch.Tensor, slice]]:
+    """For each sequence, the blocks that hold what its newest token sees, and which tokens of these blocks it sees."""
+    found = []
+    for table, length in zip(block_tables.unbind(), lengths, strict=True):
+        low = max(0, length - window) if window else 0
+        first = low // page
+        found.append((table[first : cdiv(length, page)], slice(low - first * page, length - first * page)))
+    return found
 
 
 @triton.jit
@@ -284,6 +292,7 @@ def attention_decode(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    memo: dict | None = None,
 ) -> torch.Tensor:
     """Attend with the newest token of each sequence, whose key and value are in the cache already.
 
@@ -298,6 +307,7 @@ def attention_decode(
         softcap: c > 0 makes a logit c · tanh(logit / c); 0: off.
         sinks: [Hq] logits that join the denominator without a value, or None.
         out: [S, Hq, D], written if given; contiguous in its last dimension.
+        memo: of this step, for the reference (launch.py::once).
 
     Returns:
         [S, Hq, D] in q's type: `out`, or new.
@@ -308,7 +318,7 @@ def attention_decode(
     if not use_kernel(q):
         return attention_decode_reference(
             q, k_cache, v_cache, block_tables, seq_lens, scale=scale, max_seq_len=max_seq_len, window=window,
-            softcap=softcap, sinks=sinks, out=out,
+            softcap=softcap, sinks=sinks, out=out, memo=memo,
         )  # fmt: skip
     check_attention("attention_decode", q, k_cache, v_cache, sinks, out)
     if block_tables.shape[0] != q.shape[0] or seq_lens.shape != q.shape[:1] or block_tables.stride(1) != 1:

@@ -29,8 +29,7 @@ from .attention_decode import (
     attend,
     base_2,
     check_attention,
-    gather_rows,
-    head_rows,
+    gather,
     load_keys,
     pages_of,
     score,
@@ -63,7 +62,7 @@ def attention_prefill_reference(
     page, heads = k_cache.shape[2], k_cache.shape[1]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     plain = not window and not softcap and sinks is None
-    rows = head_rows(block_tables, heads)
+    tables = block_tables.unbind()
     sinks = None if sinks is None else sinks.view(heads, -1, 1, 1)
     out[starts[-1] :] = 0
     for number, length in enumerate(lengths):
@@ -77,8 +76,8 @@ def attention_prefill_reference(
             stop = length - (end - last)  # keys after the last query of the chunk are not seen
             low = max(0, stop - (last - first) - window + 1) if window else 0
             inside = slice(low % page, stop - low // page * page)
-            found = gather_rows(k_cache, v_cache, rows[number][:, low // page : cdiv(stop, page)], inside)
-            k, v = (one.transpose(0, 1).to(q.dtype) for one in found)
+            blocks = tables[number][low // page : cdiv(stop, page)]
+            k, v = (one.transpose(0, 1).to(q.dtype) for one in gather(k_cache, v_cache, blocks, inside))
             grouped = q[first:last].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
             result = _attend_causally(grouped, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
             out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)

@@ -13,8 +13,10 @@ Before: `device.py`, which device this is.  After: every kernel file of this fol
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -60,6 +62,38 @@ def next_power_of_2(count: int) -> int:
 def use_kernel(tensor: torch.Tensor) -> bool:
     """True if the Triton kernel serves this tensor: on any device but the CPU, and there when Triton is interpreted."""
     return CPU_RUNS_KERNELS or not tensor.is_cpu
+
+
+def once(memo: dict | None, key: tuple, make: Callable[[], Any]) -> Any:
+    """What a step's layers would all compute alike: the first one makes it, `memo` keeps it for the others.
+
+    Only references need it, because on the CPU every tensor operation of every layer costs as much as a small product.
+
+    Args:
+        memo: belongs to one step (`Batch.memo`); None: make it now.
+        key: says what it is, and for which of the step's tensors.
+        make: computes it; must not return None.
+    """
+    if memo is None:
+        return make()
+    found = memo.get(key)
+    if found is None:
+        found = memo[key] = make()
+    return found
+
+
+def joined(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor | None:
+    """Both caches [B, Hkv, P, D] as one tensor [B, P, 2 Hkv, D], if each token's keys and values lie side by side.
+
+    That is how kv/storage.py lays them out on the CPU, where one copy then does what takes two. None: they do not.
+    """
+    blocks, heads, page, head_dim = k_cache.shape
+    token = 2 * heads * head_dim
+    strides = (page * token, head_dim, token, 1)
+    apart = v_cache.data_ptr() - k_cache.data_ptr()
+    if k_cache.stride() != strides or v_cache.stride() != strides or 2 * apart != token * k_cache.element_size():
+        return None
+    return k_cache.as_strided((blocks, page, 2 * heads, head_dim), (page * token, token, head_dim, 1))
 
 
 @cache

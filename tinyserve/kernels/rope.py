@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, joined, next_power_of_2, once, use_kernel
 
 
 def qk_norm_rope_write_reference(
@@ -37,10 +37,12 @@ def qk_norm_rope_write_reference(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     interleaved: bool = False,
+    memo: dict | None = None,
 ) -> torch.Tensor:
     """The specification of `qk_norm_rope_write`, with its arguments."""
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
-    rotated, v = heads[:, : num_heads + num_kv_heads].float(), heads[:, num_heads + num_kv_heads :]
+    turning = num_heads + num_kv_heads
+    heads = qkv.view(qkv.shape[0], turning + num_kv_heads, k_cache.shape[3])
+    rotated = heads[:, :turning].float()
     if q_weight is not None:
         q, k = rotated[:, :num_heads], rotated[:, num_heads:]
         norm = torch.nn.functional.rms_norm
@@ -48,39 +50,56 @@ def qk_norm_rope_write_reference(
         k = norm(k, k_weight.shape, k_weight.float() + weight_offset, eps)
         rotated = torch.cat((q, k), dim=1)
     if cos_sin is not None:
-        rotated = _rotate(rotated, cos_sin.index_select(0, positions), interleaved)
-    q, k = rotated[:, :num_heads], rotated[:, num_heads:]
-    _write(k_cache, v_cache, k, v, slots_to_write)
+        key = ("angles", cos_sin.data_ptr(), interleaved)
+        rotated = _rotate(rotated, *once(memo, key, lambda: _angles(cos_sin, positions, interleaved)))
+    q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, turning:]
+    page = k_cache.shape[2]
+    places = once(memo, ("places", slots_to_write.data_ptr(), page), lambda: _places(slots_to_write, page))
+    both = joined(k_cache, v_cache)
+    if both is not None:
+        _write(both, torch.cat((k, v), dim=1), *places)
+    else:
+        _write(k_cache.transpose(1, 2), k, *places)
+        _write(v_cache.transpose(1, 2), v, *places)
     own = cos_sin is not None or q_weight is not None  # else q still shares the product's memory
     return q.to(qkv.dtype, memory_format=torch.contiguous_format, copy=not own).contiguous()
 
 
-def _rotate(heads: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Turn the pairs of `heads` [T, N, D] by the angles of `cos_sin` [T, R]."""
-    cos, sin = cos_sin[:, None].chunk(2, dim=-1)  # [T, 1, R/2] each
-    width = cos_sin.shape[-1]
-    turned, rest = heads.tensor_split((width,), dim=-1) if width < heads.shape[-1] else (heads, None)
-    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
-    pair = (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin))
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return turned if rest is None else torch.cat((turned, rest), dim=-1)
+def _angles(
+    cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Cosines (c, c) and sines (-s, s) for the pairs (a, b) of each token, and the dimension in which a pair lies.
+
+    [T, 1, 2, R/2] and -2; if interleaved, [T, 1, R/2, 2] and -1.
+    """
+    cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)  # [T, 1, R/2] each
+    pair = -1 if interleaved else -2
+    return torch.stack((cos, cos), dim=pair), torch.stack((-sin, sin), dim=pair), pair
 
 
-def _write(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    """Put row t of `k` and `v` [T, Hkv, D] at slot `slots[t]` of the caches [B, Hkv, P, D]; -1 writes nothing."""
-    places = k_cache.shape[2]
-    if slots.is_cpu and slots.numel() == 1:  # one token on the CPU: a fifth of the time of the general way
-        slot = int(slots)
-        if slot >= 0:
-            k_cache[slot // places, :, slot % places] = k[0]
-            v_cache[slot // places, :, slot % places] = v[0]
-        return
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pair: int) -> torch.Tensor:
+    """Turn the pairs of `heads` [T, N, D]: (a, b) * (c, c) + (b, a) * (-s, s)."""
+    tokens, number, dim = heads.shape
+    width = cos.shape[2] * cos.shape[3]
+    pairs = heads[..., :width].view(tokens, number, *cos.shape[2:])
+    turned = torch.addcmul(pairs * cos, pairs.flip(pair), sin).view(tokens, number, width)
+    return turned if width == dim else torch.cat((turned, heads[..., width:]), dim=-1)
+
+
+def _places(slots: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Block and place in it of each token that is written, and which tokens these are (None: all)."""
     keep = slots >= 0
-    if not keep.all():
-        slots, k, v = slots[keep], k[keep], v[keep]
-    block, place = slots // places, slots % places
-    k_cache[block, :, place] = k.to(k_cache.dtype)
-    v_cache[block, :, place] = v.to(v_cache.dtype)
+    kept = None if keep.all() else keep.nonzero()[:, 0]
+    slots = slots if kept is None else slots[kept]
+    return slots // page, slots % page, kept
+
+
+def _write(
+    cache: torch.Tensor, new: torch.Tensor, block: torch.Tensor, place: torch.Tensor, kept: torch.Tensor | None
+) -> None:
+    """Put the `kept` rows of `new` [T, heads, D] into the cache [B, P, heads, D], at [block, place]."""
+    new = new if kept is None else new[kept]
+    cache.index_put_((block, place), new.to(cache.dtype))
 
 
 @triton.jit
@@ -175,6 +194,7 @@ def qk_norm_rope_write(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     interleaved: bool = False,
+    memo: dict | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate q and k, store k and v in the cache, hand on q.
 
@@ -189,6 +209,7 @@ def qk_norm_rope_write(
         q_weight, k_weight: [D], both or neither: RMS norm over each head.
         eps, weight_offset: of that norm.
         interleaved: pairs are neighbours, instead of half a rotation apart.
+        memo: of this step, for the reference (launch.py::once).
 
     Returns:
         q: [T, Hq, D] in qkv's type, contiguous, in memory of its own.
@@ -200,7 +221,7 @@ def qk_norm_rope_write(
     norm = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "weight_offset": weight_offset}
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     if not use_kernel(qkv):
-        return qk_norm_rope_write_reference(*tensors, **heads, **norm, interleaved=interleaved)
+        return qk_norm_rope_write_reference(*tensors, **heads, **norm, interleaved=interleaved, memo=memo)
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     check_rows("qk_norm_rope_write: qkv", qkv, (num_heads + 2 * num_kv_heads) * head_dim)
     _check_caches(k_cache, v_cache, num_kv_heads)

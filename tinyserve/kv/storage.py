@@ -2,6 +2,10 @@
 
     storage[j] = K [B, kv heads, block size, D],  V likewise       block 0 is the null block: never read as data
 
+That is the shape. In memory, the heads of a block follow each other on a device with kernels. On the CPU a token's keys
+and values follow each other, [B, block size, 2, kv heads, D] seen as two such tensors: a step is spent on copying whole
+blocks there, and one copy brings both. (Where layers of different shape share a pair, it is as on other devices.)
+
 Layer j of every group lives in pair j. A block id handed to a group stands for that block in the pairs of the group's
 layers, so the memory of a block is the same whichever group holds it.
 
@@ -17,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.launch import use_kernel
 from .groups import KVGroup, LayerKV, tensor_widths
 
 
@@ -45,9 +50,13 @@ def allocate(
             for group in groups
             if j < len(group.layers)
         }
-        heads, dim = kinds.pop() if len(kinds) == 1 else (1, width)
-        shape = (num_blocks, heads, block_size, dim)
-        pairs.append((_zeros(shape, dtype, device), _zeros(shape, dtype, device)))
+        heads, dim = next(iter(kinds)) if len(kinds) == 1 else (1, width)
+        if len(kinds) > 1 or use_kernel(torch.empty(0, device=device)):
+            k, v = (_zeros((num_blocks, heads, block_size, dim), dtype, device) for _ in range(2))
+        else:
+            both = _zeros((num_blocks, block_size, 2, heads, dim), dtype, device)
+            k, v = (one.transpose(1, 2) for one in both.unbind(2))
+        pairs.append((k, v))
     return pairs
 
 
@@ -62,6 +71,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def layer_view(tensor: Tensor, layer: LayerKV) -> Tensor:
     """Return a storage tensor as one layer sees it: [B, kv heads, block size, D], the front of each block if narrow."""
+    if tensor.shape[1:] == (layer.kv_heads, tensor.shape[2], layer.head_dim):
+        return tensor
     block_size = tensor.shape[2]
     numbers = layer.kv_heads * block_size * layer.head_dim
     return tensor.flatten(1)[:, :numbers].unflatten(1, (layer.kv_heads, block_size, layer.head_dim))

@@ -37,6 +37,7 @@ class Batch(Protocol):
         slots_to_write: for each KV group [T] int64; block * block_size + offset of each token, -1 for padding.
         num_seqs: S.   num_decodes: leading sequences with exactly one token.
         max_query_len, max_seq_len: upper bounds over the sequences.
+        memo: empty when the step begins; what its layers share on the CPU (kernels/launch.py::once).
     """
 
     tokens: Tensor
@@ -49,6 +50,7 @@ class Batch(Protocol):
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    memo: dict
 
 
 @frozen
@@ -135,6 +137,7 @@ class Attention(nn.Module):
             k_weight=None if k_norm is None else k_norm.weight,
             eps=1e-6 if q_norm is None else q_norm.eps,
             weight_offset=0.0 if q_norm is None else q_norm.offset,
+            memo=batch.memo,
         )
         return self.out(self._attend(q, batch).flatten(1))
 
@@ -144,7 +147,8 @@ class Attention(nn.Module):
         tables, lengths = batch.block_tables[cache.group], batch.seq_lens
         options = {"scale": self.scale, "window": self.window or 0}
         if decodes == batch.num_seqs:
-            return attention_decode(q, cache.k, cache.v, tables, lengths, max_seq_len=batch.max_seq_len, **options)
+            pages = (cache.k, cache.v, tables, lengths)
+            return attention_decode(q, *pages, max_seq_len=batch.max_seq_len, memo=batch.memo, **options)
         out = torch.empty_like(q)
         if decodes:
             one_token = (q[:decodes], cache.k, cache.v, tables[:decodes], lengths[:decodes])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from ..device import Device
 from ..step import SeqSlice, StepInput
@@ -37,6 +37,7 @@ class Batch:
         logit_rows: [L] int32: tokens after which a token is chosen.
         num_decodes: how many leading sequences have exactly one query token.
         max_seq_len: no entry of seq_lens is larger.
+        memo: what the layers of this step share on the CPU (kernels/launch.py::once).
     """
 
     tokens: torch.Tensor
@@ -52,6 +53,7 @@ class Batch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    memo: dict = field(factory=dict)
 
 
 class BatchBuilder:
