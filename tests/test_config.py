@@ -77,7 +77,7 @@ def test_resolving_fills_every_number_that_depends_on_the_device():
     cpu = config.build({}).resolve("cpu")
     gpu = config.build({}).resolve("cuda", 141 * 1024**3)
 
-    assert (cpu.scheduler.depth, cpu.cache.block_size) == (1, 16)
+    assert (cpu.scheduler.depth, cpu.cache.block_size) == (1, 32)
     assert (gpu.scheduler.depth, gpu.cache.block_size) == (2, 64)
     assert (gpu.scheduler.max_num_batched_tokens, gpu.scheduler.max_num_seqs) == (8192, 1024)
 

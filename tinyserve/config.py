@@ -66,7 +66,7 @@ class LoadOptions:
 class CacheOptions:
     """The paged KV cache."""
 
-    block_size: int | None = option(None, "tokens in a block [64 on a GPU, 16 on the CPU]", low=1, high=256)
+    block_size: int | None = option(None, "tokens in a block [64 on a GPU, 32 on the CPU]", low=1, high=256)
     gpu_memory_utilization: float = option(0.92, "share of the device's memory for all of it", above=0.0, high=1.0)
     kv_cache_memory_bytes: int | None = option(
         None, "memory for KV blocks, e.g. 2GiB [what is left of the share]", low=1
@@ -214,7 +214,7 @@ class EngineConfig:
             depth = s.depth or (2 if gpu else 1)
         return evolve(
             self,
-            cache=evolve(self.cache, block_size=self.cache.block_size or (64 if gpu else 16)),
+            cache=evolve(self.cache, block_size=self.cache.block_size or (64 if gpu else 32)),
             scheduler=evolve(s, max_num_seqs=seqs, max_num_batched_tokens=tokens, depth=depth, async_scheduling=None),
         )
 
