@@ -75,9 +75,9 @@ class Int4:
 
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype; the product is computed from bf16."""
-        if len(x) > MOST_ROWS:
+        if x.shape[0] > MOST_ROWS:
             y = cpu_dense.product(x, layer.dense)
         else:
-            half = x.bfloat16().contiguous()
+            half = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
             y = torch._weight_int4pack_mm_for_cpu(half, layer.codes, GROUP, layer.scales).to(x.dtype)
         return y if layer.bias is None else y.add_(layer.bias)
