@@ -137,3 +137,33 @@ def test_gemma3_reads_the_classic_config():
     assert [(spec.kind, spec.theta) for spec in specs[1:3]] == [("default", 7e3), ("linear", 5e5)]
     assert model.config.max_model_len == 1000
     assert model.config.tied_head
+
+
+ABSURD = [-1, 0, 10**9 * 5, 10**30, 1.5, float("nan"), float("inf"), "x", [], [1, 2], {}, True]
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size",
+                                 "max_position_embeddings", "num_key_value_heads", "intermediate_size"])  # fmt: skip
+def test_sizes_that_cannot_be_are_refused_by_name(key):
+    """Breaks if a damaged number reaches torch (a traceback), or a loop over 10**9 layers (for ever)."""
+    for value in ABSURD:
+        with pytest.raises(CheckpointError, match=key) as caught:
+            build_model(LLAMA | {key: value})
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 1}, {"architectures": [5]}, {"eos_token_id": 1.5}, {"eos_token_id": ["x"]},
+        {"rms_norm_eps": -1}, {"rope_theta": float("nan")}, {"rope_theta": []}, {"attention_bias": "yes"},
+        {"rope_scaling": {"rope_type": "linear", "factor": 0}}, {"rope_scaling": {"rope_type": [], "factor": 2.0}},
+        {"quantization_config": 5}, {"hidden_act": []}, {"tie_word_embeddings": 3},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "x"}},
+    ],
+)  # fmt: skip
+def test_other_values_of_a_wrong_kind_are_one_line(changes):
+    with pytest.raises(CheckpointError) as caught:
+        build_model(LLAMA | changes)
+
+    assert "\n" not in str(caught.value)

@@ -8,13 +8,15 @@ Before: checkpoint/source.py gives the dict.  After: models/<family>.py, models/
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from attrs import frozen
 
-from ..errors import CheckpointError, UnsupportedModel
+from ..errors import CheckpointError, UnsupportedModel, shown
 from ..layers.rope import RopeSpec, yarn_amplitude
 
 _MISSING = object()
@@ -32,6 +34,17 @@ LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length",
     "max_seq_length", "seq_len",
 )  # fmt: skip
+# Largest values that can be meant: what is above them is a damaged file, and would fill the memory instead of failing.
+SIZES = {
+    "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2**12, "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14, "head_dim": 2**14, "vocab_size": 2**26,
+    **dict.fromkeys((*LENGTH_KEYS, "original_max_position_embeddings"), 2**31 - 1),
+}  # fmt: skip
+POSITIVE = frozenset(
+    ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor",
+     "query_pre_attn_scalar", "attention_factor", "final_logit_softcapping")
+)  # fmt: skip
+FLAGS = frozenset(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "truncate"))
 # Kinds whose max_position_embeddings already is the stretched length.
 STRETCHED = frozenset(("yarn", "llama3", "longrope", "su", "deepseek_yarn"))
 DEFAULT_LENGTH = 2048  # when a checkpoint names no length at all
@@ -56,15 +69,26 @@ class HF:
     def get(self, *spellings: str, default: Any = _MISSING) -> Any:
         """Return the first of the spellings that is there and not null, else `default`.
 
-        Raises: CheckpointError: none is there, and there is no default.
+        Raises: CheckpointError: none is there, and there is no default; or the value is none that this key can have.
         """
         self.read.update(spellings)
         for key in spellings:
             if self.raw.get(key) is not None:
-                return self.raw[key]
+                return self._checked(key, self.raw[key])
         if default is _MISSING:
             raise CheckpointError(f"{self.where} has no {' or '.join(map(repr, spellings))}, which this model needs.")
         return default
+
+    def _checked(self, key: str, value: Any) -> Any:
+        """Hold the numbers that sizes are made of to what they can be; `1e999` and NaN are JSON for Python, too."""
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if key in SIZES and not (number and isinstance(value, numbers.Integral) and 1 <= value <= SIZES[key]):
+            raise CheckpointError(f"{self.where}: {key} is {shown(value)}, expected an integer from 1 to {SIZES[key]}.")
+        if key in POSITIVE and not (number and 0 < value < math.inf):
+            raise CheckpointError(f"{self.where}: {key} is {shown(value)}, expected a number above 0.")
+        if key in FLAGS and not isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {key} is {shown(value)}, expected true or false.")
+        return value
 
     def expect(self, key: str, *allowed: Any) -> Any:
         """Return a value that must be one of `allowed`; the first stands for an absent or null key.
@@ -74,7 +98,7 @@ class HF:
         value = self.get(key, default=allowed[0])
         if value not in allowed:
             names = ", ".join(repr(choice) for choice in allowed)
-            raise UnsupportedModel(f"{self.where} says {key}={value!r}; implemented for this family: {names}.")
+            raise UnsupportedModel(f"{self.where} says {key}={shown(value)}; implemented for this family: {names}.")
         return value
 
     def sub(self, *spellings: str) -> HF | None:
@@ -83,7 +107,7 @@ class HF:
         if raw is None:
             return None
         if not isinstance(raw, Mapping):
-            raise CheckpointError(f"{self.where}: {spellings[0]!r} is {raw!r}, expected an object.")
+            raise CheckpointError(f"{self.where}: {spellings[0]!r} is {shown(raw)}, expected an object.")
         return self.inner.setdefault(spellings[0], HF(raw, f"{self.where}: {spellings[0]}"))
 
     def unread(self) -> list[str]:
@@ -139,7 +163,6 @@ class ModelConfig:
         head_dim = hf.get("head_dim", default=None) or hidden // heads
         if heads % kv_heads or min(heads, kv_heads, head_dim) <= 0:
             raise CheckpointError(f"{hf.where}: {heads} heads cannot share {kv_heads} key/value heads of {head_dim}.")
-        eos = hf.get("eos_token_id", default=())
         return cls(
             architecture=architecture(hf),
             dtype=stored_dtype(hf),
@@ -153,14 +176,23 @@ class ModelConfig:
             norm_eps=hf.get("rms_norm_eps", default=1e-6),
             max_model_len=context_length(hf, 1.0 if stretched else context_factor(hf)),
             tied_head=hf.get("tie_word_embeddings", default=tied),
-            eos_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+            eos_ids=token_ids(hf, "eos_token_id"),
         )
+
+
+def token_ids(hf: HF, key: str) -> tuple[int, ...]:
+    """Return the ids under a key: none, one or a list. Raises: CheckpointError: it holds something else."""
+    value = hf.get(key, default=())
+    ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(token, numbers.Integral) and not isinstance(token, bool) for token in ids):
+        raise CheckpointError(f"{hf.where}: {key} is {shown(value)}, expected a token id or a list of them.")
+    return ids
 
 
 def architecture(hf: HF) -> str:
     """Return the first entry of `architectures`, the class that the checkpoint was saved from."""
     names = hf.get("architectures", default=[])
-    if not names:
+    if not (isinstance(names, list) and names and isinstance(names[0], str)):
         raise CheckpointError(f'{hf.where} names no architecture; it needs one, like ["LlamaForCausalLM"].')
     return names[0]
 

@@ -52,7 +52,11 @@ def build_model(config: Mapping[str, Any]) -> Decoder:
     Raises: UnsupportedModel, CheckpointError: the config asks for something else than is implemented.
     """
     hf = HF(config)
-    model = family(architecture(hf)).build(hf)
+    made = family(architecture(hf))
+    try:
+        model = made.build(hf)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"config.json describes no model that can be built: {error}") from error
     if unread := hf.unread():
         log.warning("config.json keys that this version does not know and ignores: %s", ", ".join(unread))
     return model
@@ -95,8 +99,14 @@ def load_model(
         # A tied head may still have a tensor of its own in the file; then the file is right.
         weights = family(model.config.architecture).WEIGHTS
         load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
-    for rope in model.ropes():
-        rope.allocate(model.config.max_model_len, device)
+    try:
+        for rope in model.ropes():
+            rope.allocate(model.config.max_model_len, device)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"config.json promises {model.config.max_model_len} positions, whose table does not fit in memory: "
+            "set a smaller max_position_embeddings with --hf-overrides."
+        ) from error
     return model.eval()
 
 
