@@ -182,6 +182,9 @@ def test_a_failing_runner_ends_everybody_with_the_cause():
             await anext(engine.generate("x", GREEDY))
         with pytest.raises(EngineDead):
             await engine.wait_closed()
+        text = engine.metrics.exposition()[0].decode()  # started = ended, also then
+        assert 'request_success_total{engine="0",finished_reason="error",model_name="model"} 3.0' in text
+        assert 'num_requests_running{engine="0",model_name="model"} 0.0' in text
         await asyncio.wait_for(engine.close(), 5)
 
     run(work())

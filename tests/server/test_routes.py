@@ -3,7 +3,7 @@
 import pytest
 
 from tinyserve.errors import EngineDead, Overloaded
-from tinyserve.server.app import ROUTES
+from tinyserve.server.app import ROUTES, create_app
 
 from .conftest import FakeEngine, client_of, refused, service_of, strict
 
@@ -257,11 +257,27 @@ def test_a_proxy_prefix_does_not_open_a_guarded_path(run):
     async def status(path):
         import httpx
 
-        from tinyserve.server.app import create_app
-
         app = create_app(service_of(FakeEngine(), api_key="k", root_path="/api"))
         transport = httpx.ASGITransport(app, root_path="/api")
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return (await client.get(path)).status_code
 
     assert [run(status(path)) for path in ("/v1/models", "/api/v1/models", "/api/health")] == [401, 401, 200]
+
+
+def test_a_long_path_is_not_sent_back_whole(run):
+    assert len(refused(run(call("GET", "/" + "a" * 60_000)), 404)) < 300
+
+
+def test_websockets_are_refused(run):
+    """Breaks if the app says nothing: the server made a 500 of that."""
+    sent = []
+
+    async def connect():
+        async def send(message):
+            sent.append(message["type"])
+
+        await create_app(service_of(FakeEngine()))({"type": "websocket", "path": "/", "headers": []}, None, send)
+
+    run(connect())
+    assert sent == ["websocket.close"]

@@ -176,6 +176,7 @@ class Engine:
             self._cause = error
             traceback.clear_frames(error.__traceback__)  # they hold the scheduler and the runner
             self.streams.fail(self._death)
+            self.metrics.queues(running=0, waiting=0, kv_usage=0.0)
         finally:
             self._landed.set()
 

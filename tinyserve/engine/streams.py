@@ -169,6 +169,8 @@ class Streams:
 
     def fail(self, error: Callable[[], Exception]) -> None:
         """End every stream with an error: nobody will feed them any more. Each reader gets an error of its own."""
+        for answer, _ in self._answers.values():
+            self._meter.ended(answer, answer.ended(FinishReason.ERROR, error()))
         for stream in {id(stream): stream for _, stream in self._answers.values()}.values():
             stream.fail(error())
         self._answers.clear()

@@ -99,6 +99,8 @@ class Front:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})  # before it was accepted: a 403
         if scope["type"] != "http":
             return
         scope["app"] = self  # makes the router raise its 404 and 405 instead of writing them as plain text
@@ -195,6 +197,7 @@ def _path(scope: Any) -> str:
 
 
 def _of_router(error: HTTPException, scope: Any) -> Failure:
-    texts = {404: f"There is no route {scope['path']}.", 405: f"{scope['path']} does not take {scope['method']}."}
+    path, method = scope["path"][:200], scope["method"]
+    texts = {404: f"There is no route {path}.", 405: f"{path} does not take {method}."}
     message = texts.get(error.status_code, str(error.detail))
     return Failure(error.status_code, message, headers=error.headers or {})
