@@ -261,3 +261,18 @@ def compile_cases():
         (torch.bfloat16, 256, 64, 4096, {"softcap": 50.0, "window": 1024}),
     ):
         yield lambda args=(dtype, head_dim, page, longest), options=options: case(*args, **options)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_the_reference_reads_both_layouts_of_the_cache_alike(window):
+    """Breaks if the copy of whole blocks mixes up heads, places, or keys and values."""
+    both = randn(9, 4, 2, 2, 16, dtype=torch.float32, device="cpu")
+    k, v = (one.transpose(1, 2) for one in both.unbind(2))
+    q = randn(3, 6, 16, dtype=torch.float32, device="cpu", seed=1)
+    where = torch.tensor([[3, 1, 7], [2, 0, 0], [8, 5, 4]], dtype=torch.int32), torch.tensor([11, 2, 12])
+    options = {"scale": 0.25, "max_seq_len": 12, "window": window}
+
+    joined = module.attention_decode_reference(q, k, v, *where, **options, memo={})
+    apart = module.attention_decode_reference(q, k.contiguous(), v.contiguous(), *where, **options)
+
+    assert torch.allclose(joined, apart, atol=1e-6)
