@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from tests import oracles
 from tests.models.batching import Paged
+from tinyserve.checkpoint.gguf_names import stored_tensors
 from tinyserve.checkpoint.load import parameter_count
+from tinyserve.checkpoint.safetensors import INDEX, open_safetensors
 from tinyserve.checkpoint.source import resolve
 from tinyserve.checkpoint.table import sources
 from tinyserve.errors import CheckpointError
@@ -214,3 +217,20 @@ def test_table_rows_fill_layer_and_expert_numbers():
     assert sources(weights, "layers.1.e.11.g") == ("m.1.x.11.p", "m.1.x.11.q")
     assert sources(weights, "norm") == ("n",)
     assert sources(weights, "other") == ()
+
+
+@pytest.mark.parametrize("value", [5, None, ["x"], {"a": "b"}, True])
+def test_an_index_that_holds_no_names_is_refused(tmp_path, value):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": value}}))
+
+    with pytest.raises(CheckpointError, match="not an index"):
+        open_safetensors(tmp_path)
+
+
+def test_rows_that_heads_cannot_share_are_refused():
+    """A damaged shape in a GGUF file whose query rows are stored in pairs: torch refused it with a traceback."""
+    tensor = SimpleNamespace(name="blk.0.attn_q.weight", shape=(10, 8))
+    file = SimpleNamespace(path="x.gguf", architecture="llama", tensors={tensor.name: tensor})
+
+    with pytest.raises(CheckpointError, match="has 10 rows, which 4 heads"):
+        stored_tensors(file, 4, 2)

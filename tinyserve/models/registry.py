@@ -102,7 +102,7 @@ def load_model(
     try:
         for rope in model.ropes():
             rope.allocate(model.config.max_model_len, device)
-    except RuntimeError as error:
+    except (RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"config.json promises {model.config.max_model_len} positions, whose table does not fit in memory: "
             "set a smaller max_position_embeddings with --hf-overrides."

@@ -19,7 +19,7 @@ import tokenizers
 from attrs import define, field, frozen
 
 from ..checkpoint.source import Source
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from . import gguf_vocab
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -305,7 +305,9 @@ def _template_of(source: Source, config: Mapping[str, Any]) -> str | dict[str, s
     """The chat template: own files win over the entry in tokenizer_config.json; named ones become a dict."""
     template = config.get("chat_template")
     if isinstance(template, list):  # older form of named templates: [{"name": ..., "template": ...}]
-        template = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    if isinstance(template, dict):
+        template = {name: text for name, text in template.items() if isinstance(name, str) and isinstance(text, str)}
     if path := source.file("chat_template.jinja"):
         template = path.read_text("utf-8")
     elif isinstance(text := (source.json("chat_template.json") or {}).get("chat_template"), str):
@@ -321,7 +323,10 @@ def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], facts
     """Add tokens that tokenizer_config.json lists and tokenizer.json lacks; mark its named tokens as special."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder")
-    entries = sorted(listed.items(), key=lambda item: int(item[0])) if isinstance(listed, dict) else []
+    listed = listed if isinstance(listed, dict) else {}
+    if wrong := [index for index in listed if not index.isdecimal()]:
+        raise CheckpointError(f"tokenizer_config.json: added_tokens_decoder has {shown(wrong[0])} where an id belongs.")
+    entries = sorted(listed.items(), key=lambda item: int(item[0]))
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
     for index, entry in entries:
         text = entry.get("content") if isinstance(entry, dict) else None
