@@ -130,7 +130,15 @@ def test_several_threads_may_call_at_once():
     assert len(texts) == 6 and texts[0] == texts[2] == texts[4]
 
 
-def test_an_interrupt_aborts_the_requests_and_leaves_the_engine_usable():
+@pytest.fixture
+def interruptible():
+    """Python's own answer to SIGINT: test processes that run in parallel ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_aborts_the_requests_and_leaves_the_engine_usable(interruptible):
     """Ctrl-C after 0.2 s of an answer that would take 4 s: out within 2 s, nothing runs, the next call works."""
     runner = ToyRunner(letters, seconds=0.02)
     with make(runner=runner) as llm:
