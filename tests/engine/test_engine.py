@@ -190,6 +190,26 @@ def test_a_failing_runner_ends_everybody_with_the_cause():
     run(work())
 
 
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_errors_that_asyncio_takes_for_its_own_end_everybody_too(error):
+    """Breaks if such an error of a step is lost on its way: readers waited for ever, or the loop of all ended."""
+
+    class Odd(ToyRunner):
+        def run(self, step):
+            if self.steps == 3:
+                raise error
+            time.sleep(0.01)
+            return super().run(step)
+
+    async def work():
+        engine = await start(letters, runner=Odd(letters))
+        with pytest.raises(EngineDead, match=type(error).__name__):
+            await asyncio.wait_for(answer(engine.generate("x", GREEDY)), 5)
+        await asyncio.wait_for(engine.close(), 5)
+
+    run(work())
+
+
 def test_a_bad_row_fails_its_own_request_only():
     """C22: NaN at step 2 of the first: two good tokens, then an ERROR output; the second answer is unchanged."""
 

@@ -9,6 +9,7 @@ Before: runner/runner.py (makes it).  After: engine/engine.py (awaits it).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
@@ -32,6 +33,17 @@ class Flight:
 
     def __await__(self) -> Generator[Any, None, StepOutput]:
         yield from asyncio.sleep(0).__await__()
-        if self.landing.done():
-            return self.landing.result()
-        return (yield from asyncio.wrap_future(self.landing).__await__())
+        if not self.landing.done():
+            loop, landed = asyncio.get_running_loop(), asyncio.Event()
+
+            def tell(_: Future[StepOutput]) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    loop.call_soon_threadsafe(landed.set)
+
+            self.landing.add_done_callback(tell)
+            yield from landed.wait().__await__()
+        error = self.landing.exception()
+        if error is not None and (not isinstance(error, Exception) or isinstance(error, StopIteration)):
+            # StopIteration, SystemExit, CancelledError ... mean something to asyncio: nobody would hear of the failure
+            raise RuntimeError(f"the step raised {error!r}") from error
+        return self.landing.result()
