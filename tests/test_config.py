@@ -59,6 +59,8 @@ def test_text_and_native_values_give_the_same_option():
         ({"block_size": 24}, "power of two"),
         ({"block_size": 4}, "power of two"),
         ({"quantization": "awq"}, "not built yet"),
+        ({"api_key": ["k", ""]}, "--api-key is empty"),
+        ({"api_key": [" "]}, "--api-key is empty"),
     ],
 )
 def test_wrong_options_are_refused_with_a_cure(values, message):

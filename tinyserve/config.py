@@ -179,6 +179,8 @@ class EngineConfig:
              "--ssl-keyfile and --ssl-certfile are needed together."),
             (bool(server.ssl_ca_certs) and not server.ssl_certfile,
              "--ssl-ca-certs asks clients for certificates, which needs --ssl-certfile and --ssl-keyfile."),
+            (not all(key.strip() for key in server.api_key),
+             "--api-key is empty, which would let in whoever sends no key. Set it, or leave the option out."),
             (server.allow_credentials and "*" in server.allowed_origins,
              "--allow-credentials needs named --allowed-origins: '*' would let every web page act for its visitor."),
             (self.runner.batch_invariant,
