@@ -65,16 +65,17 @@ def attend(
     return (scores.softmax(dim=-1)[..., : k.shape[-2]] @ v.float()).to(q.dtype)
 
 
-def gather(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor, inside: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy blocks [N] of both caches out in the order of their tokens; keep those `inside`: twice [1, Hkv, M, D]."""
-    heads, _, head_dim = k_cache.shape[1:]
+def by_token(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The caches as `gather` reads them: one tensor [B, P, 2 Hkv, D], or two [B, P, Hkv, D]."""
     both = joined(k_cache, v_cache)
-    if both is not None:
-        return both.index_select(0, blocks).view(1, -1, 2 * heads, head_dim)[:, inside].transpose(1, 2).chunk(2, dim=1)
-    k, v = (cache.transpose(1, 2).index_select(0, blocks) for cache in (k_cache, v_cache))
-    return tuple(one.view(1, -1, heads, head_dim)[:, inside].transpose(1, 2) for one in (k, v))
+    return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if both is None else (both,)
+
+
+def gather(caches: tuple[torch.Tensor, ...], blocks: torch.Tensor, inside: slice) -> tuple[torch.Tensor, ...]:
+    """Copy blocks [N] of `by_token` caches out in the order of their tokens; keep those `inside`: K, V [1, Hkv, M, D]."""
+    copies = (cache.index_select(0, blocks).view(1, -1, *cache.shape[2:]) for cache in caches)
+    found = tuple(tokens[:, inside].transpose(1, 2) for tokens in copies)
+    return found[0].chunk(2, dim=1) if len(found) == 1 else found
 
 
 def attention_decode_reference(
@@ -102,13 +103,13 @@ def attention_decode_reference(
     sinks = None if sinks is None else sinks.view(heads, -1, 1)
     key = ("visible", block_tables.data_ptr(), page, window)
     found = once(memo, key, lambda: _visible(block_tables, seq_lens.tolist(), page, window))
-    results = []
+    caches, results = by_token(k_cache, v_cache), []
     for number, (blocks, inside) in enumerate(found):
         one = grouped[number : number + 1]
         if not blocks.shape[0]:
             results.append(torch.zeros_like(one))
             continue
-        k, v = gather(k_cache, v_cache, blocks, inside)
+        k, v = gather(caches, blocks, inside)
         results.append(
             attend(one, k.to(q.dtype), v.to(q.dtype), visible=None, scale=scale, softcap=softcap, sinks=sinks)
         )

@@ -28,6 +28,7 @@ from .attention_decode import (
     accumulate,
     attend,
     base_2,
+    by_token,
     check_attention,
     gather,
     load_keys,
@@ -62,7 +63,7 @@ def attention_prefill_reference(
     page, heads = k_cache.shape[2], k_cache.shape[1]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     plain = not window and not softcap and sinks is None
-    tables = block_tables.unbind()
+    tables, caches = block_tables.unbind(), by_token(k_cache, v_cache)
     sinks = None if sinks is None else sinks.view(heads, -1, 1, 1)
     out[starts[-1] :] = 0
     for number, length in enumerate(lengths):
@@ -77,7 +78,7 @@ def attention_prefill_reference(
             low = max(0, stop - (last - first) - window + 1) if window else 0
             inside = slice(low % page, stop - low // page * page)
             blocks = tables[number][low // page : cdiv(stop, page)]
-            k, v = (one.transpose(0, 1).to(q.dtype) for one in gather(k_cache, v_cache, blocks, inside))
+            k, v = (one.transpose(0, 1).to(q.dtype) for one in gather(caches, blocks, inside))
             grouped = q[first:last].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
             result = _attend_causally(grouped, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
             out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
