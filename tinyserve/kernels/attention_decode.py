@@ -72,7 +72,7 @@ def by_token(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor
 
 
 def gather(caches: tuple[torch.Tensor, ...], blocks: torch.Tensor, inside: slice) -> tuple[torch.Tensor, ...]:
-    """Copy blocks [N] of `by_token` caches out in the order of their tokens; keep those `inside`: K, V [1, Hkv, M, D]."""
+    """Copy blocks [N] of `by_token` caches out in token order; keep those `inside`: twice [1, Hkv, M, D]."""
     copies = (cache.index_select(0, blocks).view(1, -1, *cache.shape[2:]) for cache in caches)
     found = tuple(tokens[:, inside].transpose(1, 2) for tokens in copies)
     return found[0].chunk(2, dim=1) if len(found) == 1 else found
