@@ -130,7 +130,7 @@ class ServerOptions:
     enable_prompt_tokens_details: bool = option(False, "report cached prompt tokens in usage")
     enable_force_include_usage: bool = option(False, "send usage in every stream")
     return_tokens_as_token_ids: bool = option(False, "write logprob tokens as token_id:N")
-    shutdown_timeout: float = option(0.0, "seconds to let running requests end after SIGTERM", low=0.0)
+    shutdown_timeout: float = option(15.0, "seconds to let running requests end after SIGTERM or Ctrl-C", low=0.0)
     metrics_prefix: str = option("tinyserve:", "prefix of metric names; vllm: fits dashboards made for vLLM")
     max_body_bytes: int = option(16 * 1024**2, "largest request body; more is a 413", low=1024)
     max_messages: int = option(10_000, "most messages of a chat request; more is a 413", low=1)

@@ -89,16 +89,16 @@ def test_same_ids_under_every_schedule(model, name):
 
 
 def test_same_ids_alone_and_again_from_the_prefix_cache(model):
-    """The second round finds whole blocks of the first: hits > 0, same ids."""
+    """Each prompt by itself; at last the longest again, which finds whole blocks of its first time."""
     config, parts, prompts, expected = model
     prompt, wanted = max(zip(prompts, expected, strict=True), key=lambda pair: len(pair[0]))
 
-    async def twice(engine):
-        return [await ids_of(engine, prompt), await ids_of(engine, prompt)]
+    async def one_by_one(engine):
+        return [await ids_of(engine, ids) for ids in (*prompts, prompt)]
 
-    found, stats = run(engine_config(config), parts, twice)
+    found, stats = run(engine_config(config), parts, one_by_one)
 
-    assert found == [wanted, wanted]
+    assert found == [*expected, wanted]
     assert stats.prefix_hits > 0
 
 

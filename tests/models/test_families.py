@@ -1,6 +1,7 @@
 """Each family against transformers: random weights, odd sizes, ragged prompts, paged cache in scattered blocks."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -89,6 +90,32 @@ def test_triton_kernels_give_the_same_logits(name, checkpoint):
     for row, tokens in zip(rows, (long, short), strict=True):
         actual = torch.cat([step[row] for step in steps])
         torch.testing.assert_close(actual, oracles.reference_logits(folder, tokens), **CLOSE)
+
+
+def greedy(paged, prompts, count):
+    """The next `count` ids of each prompt, all in one batch, by argmax."""
+    rows = [paged.add(tokens) for tokens in prompts]
+    logits = paged.step({row: len(tokens) for row, tokens in zip(rows, prompts, strict=True)})
+    found = [[] for _ in rows]
+    while True:
+        for row, ids in zip(rows, found, strict=True):
+            ids.append(int(logits[row][-1].argmax()))
+            paged.rows[row].tokens.append(ids[-1])
+        if len(found[0]) == count:
+            return found
+        logits = paged.step(dict.fromkeys(rows, 1))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["references", "interpreted kernels"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_64_greedy_tokens_equal_transformers(name, kernels, checkpoint):
+    """Two prompts in one batch; one wrong position or block anywhere changes every id after it."""
+    folder = checkpoint(name)
+    prompts = [oracles.prompt(21), oracles.prompt(8, seed=1)]
+    with interpreting() if kernels else nullcontext():
+        found = greedy(Paged(open_model(folder), block_size=16), prompts, 64)
+
+    assert found == [oracles.reference_greedy(folder, tokens, 64) for tokens in prompts]
 
 
 def test_bfloat16_follows_float32(checkpoint):
