@@ -47,11 +47,11 @@ def test_the_command_line_beats_the_environment_beats_the_file(monkeypatch, tmp_
 def test_forms_that_vllm_takes():
     config = read(
         "folder", "--max_model_len=4k", "--no-enable-prefix-caching", "--served-model-name", "a", "b", "--api-key", "k",
-        "--hf-overrides.rope.factor", "2", "--hf-overrides.name=x", "--allowed-origins", '["*"]', "-q", "int8",
+        "--hf-overrides.rope.factor", "2", "--hf-overrides.name=x", "--allowed-origins", '["*"]', "-q", "gguf",
         "--async-scheduling",
     )  # fmt: skip
 
-    assert (config.model.model, config.model.max_model_len, config.model.quantization) == ("folder", 4000, "int8")
+    assert (config.model.model, config.model.max_model_len, config.model.quantization) == ("folder", 4000, "gguf")
     assert config.model.served_model_name == ("a", "b")
     assert config.model.hf_overrides == {"rope": {"factor": 2}, "name": "x"}
     assert (config.server.allowed_origins, config.server.api_key) == (("*",), ("k",))

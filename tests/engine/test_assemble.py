@@ -78,14 +78,14 @@ def test_a_context_that_does_not_fit_is_cut_and_told():
     """9 blocks of 16, one of them null: 128 tokens instead of 256; asked for by number, it is refused."""
 
     async def work():
-        engine = await start(FlatModel(), num_gpu_blocks_override=9)
+        engine = await start(FlatModel(), num_gpu_blocks_override=9, block_size=16)
         found = engine.max_model_len
         await engine.close()
         return found
 
     assert asyncio.run(work()) == 128
     with pytest.raises(ConfigError, match="at most 128 tokens fit"):
-        asyncio.run(start(FlatModel(), num_gpu_blocks_override=9, max_model_len=CONTEXT))
+        asyncio.run(start(FlatModel(), num_gpu_blocks_override=9, block_size=16, max_model_len=CONTEXT))
 
 
 @pytest.mark.model
