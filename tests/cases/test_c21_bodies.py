@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 BODY = {**HI, "max_tokens": 2}
 GOOD = json.dumps(BODY).encode()
 SECOND = 1.0
-GAP = 1.0  # seconds without news that a stream may see while others misbehave; its steps take 10 ms
+GAP = 0.5  # seconds without news that a stream may see while others misbehave; its steps take 10 ms
 
 
 @asynccontextmanager

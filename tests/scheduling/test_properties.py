@@ -67,7 +67,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(
         prefix=st.sampled_from(PREFIXES), shared=st.integers(0, 20), own=st.lists(st.integers(0, 29), max_size=8),
         max_tokens=st.integers(0, 20), salt=st.sampled_from([None, None, "s"]), priority=st.integers(-1, 1),
-        ends=st.booleans(), logprobs=st.sampled_from([None, None, 2]), bad=st.integers(0, 30),
+        ends=st.booleans(), logprobs=st.sampled_from([None, None, 2]), bad=st.integers(0, 12),
     )  # fmt: skip
     def arrive(self, prefix, shared, own, max_tokens, salt, priority, ends, logprobs, bad):
         prompt = prefix[:shared] + tuple(own) or (3,)
@@ -167,9 +167,11 @@ TestTraffic = Traffic.TestCase
 
 
 def test_the_traffic_is_rough_enough():
-    """250 runs gave 60 with preemptions, 50 with hits, 9 or more of the rest when written; none would prove nothing."""
+    """When written, 60 runs preempted, 50 had hits, and all else came 10 times or more; a tenth would prove nothing."""
     if not COUNTS:
         pytest.skip("needs the traffic of this file before it")
 
     assert COUNTS["runs with preemptions"] > 20 and COUNTS["runs with prefix hits"] > 20, COUNTS
-    assert min(COUNTS[key] for key in ("preemptions in flight", "bad rows", "aborts", "drafts", "ended by a token")) > 1
+    assert (
+        min(COUNTS[key] for key in ("preemptions in flight", "bad rows", "aborts", "drafts", "ended by a token")) > 9
+    ), COUNTS
