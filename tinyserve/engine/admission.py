@@ -1,6 +1,10 @@
-"""From a prepared call to requests in the scheduler's queue: all answers of the call, or none.
+"""From a prepared call to requests in the scheduler's queue: its first answers all together, or none.
 
-    Prepared --submit--> scheduler.add(answer 0 .. n-1), one Stream for all of them
+    Prepared --submit--> scheduler.add(answers 0 .. 63), one Stream for all of them
+                 '---feed--> scheduler.add(the next ones), a few per turn of the loop, as the ones before end
+
+A call may ask for 16384 answers. Queueing them at once would hold the loop for a second, copy the prompt as many
+times, and make everybody who comes later wait for all of them; so no more of a call are queued than can run.
 
 Before: intake.py (prepares), fanout.py.  After: engine.py, which decides whether anything is taken at all.
 """
@@ -11,12 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ..config import EngineConfig
+from ..errors import Overloaded, RequestError
 from ..request import FinishReason, RequestOutputKind
 from .answer import Answer
 from .assemble import Machine
 from .intake import Prepared
 from .meter import Meter
-from .streams import Stream, Streams
+from .streams import Later, Stream, Streams
+
+AT_ONCE = 64  # answers that are queued in one turn of the loop; 3 ms
 
 
 class Admission:
@@ -41,29 +48,54 @@ class Admission:
         self._streams = streams
         self._meter = meter
         self._finish = finish
+        self._most = max(AT_ONCE, machine.scheduler.max_running)  # answers of one call in the scheduler
 
     def submit(self, prepared: Prepared, kind: RequestOutputKind | None = None) -> Stream:
-        """Queue a call; its outputs come through the stream.
+        """Queue a call; its outputs come through the stream. Of many answers, `feed` queues the later ones.
 
         kind: what the outputs hold, instead of what the call says.
 
         Raises: RequestError, Overloaded: nothing is queued then.
         """
         requests = prepared.requests
-        answers = [
-            Answer(request, prepared.name, index, self._tokenizer, siblings=len(requests))
-            for index, request in enumerate(requests)
-        ]
-        added: list[str] = []
+        answers: list[Answer] = []
         try:
-            for request in requests:
-                self._machine.scheduler.add(request)
-                added.append(request.id)
+            for index in range(min(len(requests), AT_ONCE)):
+                answers.append(self._queued(prepared, index))
         except BaseException as error:
-            for request_id in added:
-                self._finish(request_id, FinishReason.ABORT)
+            for answer in answers:
+                self._finish(answer.request.id, FinishReason.ABORT)
             self._meter.refused(error, self._config.scheduler, self._machine.scheduler.num_waiting)
             raise
         params = requests[0].sampling
         interval = max(params.stream_interval or 1, self._config.scheduler.stream_interval)
-        return self._streams.open(answers, interval, kind or params.output_kind or RequestOutputKind.DELTA)
+        stream = Stream(answers, interval, kind or params.output_kind or RequestOutputKind.DELTA)
+        self._streams.open(stream, answers)
+        if len(answers) < len(requests):
+            self._streams.expect(stream, Later(prepared, len(answers), len(requests)))
+        return stream
+
+    def feed(self) -> None:
+        """Queue a few more answers of calls with many, one call after the other. Called once per turn of the loop."""
+        left = AT_ONCE
+        for stream in self._streams.expecting():
+            while left and len(stream.unfinished) < self._most:
+                later = stream.later
+                try:
+                    answer = self._queued(later.prepared, later.next)
+                except Overloaded:
+                    break  # others fill the queue; there is another turn
+                except RequestError as error:
+                    self._streams.cancel(stream, tell=False)
+                    stream.fail(error)
+                    break
+                left -= 1
+                self._streams.join(stream, answer)
+                if later.next == later.end:
+                    break
+
+    def _queued(self, prepared: Prepared, index: int) -> Answer:
+        request = prepared.requests[index]
+        answer = Answer(request, prepared.name, index, self._tokenizer, siblings=len(prepared.requests))
+        self._machine.scheduler.add(request)
+        return answer

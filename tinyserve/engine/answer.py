@@ -23,7 +23,7 @@ from ..scheduling.scheduler import Update
 from ..text.detokenize import Detokenizer
 from ..text.stop import StopFinder
 from .flat import FlatLogprobs
-from .logprobs import TokenTexts, matrix, named, named_prompt
+from .logprobs import NamedPrompt, TokenTexts, matrix, named
 
 
 @define
@@ -183,7 +183,8 @@ class Answer:
         found: dict[str, Any] = {}
         if params.prompt_logprobs is not None:
             tokenizer = self._tokenizer if params.detokenize else None
-            found["prompt_logprobs"] = self._collected(named_prompt(records, self.request.prompt_ids, tokenizer))
+            entries = NamedPrompt(records, self.request.prompt_ids, tokenizer)
+            found["prompt_logprobs"] = FlatLogprobs.of(entries) if params.flat_logprobs else entries
         if params.prompt_logprob_token_ids is not None:
             found["prompt_token_id_logprobs"] = matrix(records, params.prompt_logprob_start or 0)
         return found

@@ -150,6 +150,7 @@ class Engine:
     def _plan(self) -> StepInput | None:
         if self._gate in (Gate.HELD, Gate.CLOSED):
             return None
+        self.admission.feed()
         step = self.machine.scheduler.plan()
         if step is not None:
             self.meter.launched(step)

@@ -24,7 +24,7 @@ from attrs import evolve, frozen
 
 from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError, shown
 from ..request import Request, SamplingParams
-from .fanout import children
+from .fanout import Children
 
 T = TypeVar("T")
 INLINE_CHARACTERS = (
@@ -75,7 +75,7 @@ class Prepared:
     """A call that passed. name: the request id that the caller knows; requests: one per answer."""
 
     name: str
-    requests: tuple[Request, ...]
+    requests: Sequence[Request]
 
 
 class Intake:
@@ -158,7 +158,7 @@ class Intake:
             cache_salt=salt,
             prompt=text,
         )
-        return Prepared(name, children(request))
+        return Prepared(name, Children(request))
 
     def _prompt(self, call: Call) -> tuple[Sequence[int], str | None, str | None]:
         """Ids, text (None when only ids were given) and cache salt of any of the prompt forms."""

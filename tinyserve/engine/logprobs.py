@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..request import Logprob
 from ..step import TokenLogprobs
@@ -85,12 +85,31 @@ def named(record: TokenLogprobs, texts: TokenTexts | None, asked: Sequence[int] 
     return found
 
 
-def named_prompt(
-    records: Sequence[TokenLogprobs | None], prompt: Sequence[int], tokenizer: Bytes | None
-) -> tuple[Mapping[int, Logprob] | None, ...]:
-    """The same for a whole prompt: one entry per prompt token, the first None (nothing predicts it)."""
-    texts = TokenTexts(tokenizer, prompt[:1]) if tokenizer else None
-    return (None, *(named(record, texts) for record in records[1:] if record is not None))
+class NamedPrompt(Sequence[Mapping[int, Logprob] | None]):
+    """The same for a whole prompt: one entry per prompt token, the first None (nothing predicts it).
+
+    Made when it is first looked at: 8192 positions with 20 alternatives take half a second, and this object is born
+    on the event loop. Whoever reads it from there does so in a thread.
+    """
+
+    def __init__(self, records: Sequence[TokenLogprobs | None], prompt: Sequence[int], tokenizer: Bytes | None) -> None:
+        self._records = [record for record in records[1:] if record is not None]
+        self._texts = TokenTexts(tokenizer, prompt[:1]) if tokenizer else None
+        self._made: tuple[Mapping[int, Logprob] | None, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._records) + 1 if self._made is None else len(self._made)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._made is None:
+            self._made = (None, *(named(record, self._texts) for record in self._records))
+            self._records = []
+        return self._made[index]
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == other
+
+    __hash__ = None
 
 
 def matrix(records: Sequence[TokenLogprobs | None], start: int) -> tuple[tuple[float, ...], ...]:

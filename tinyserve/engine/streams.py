@@ -16,14 +16,37 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from attrs import define
+
 from ..errors import EngineError
-from ..request import FinishReason, Output, RequestOutputKind
+from ..request import FinishReason, Output, RequestOutputKind, Usage
 from ..scheduling.scheduler import Update
 from .answer import Answer, merged
+from .intake import Prepared
 from .meter import Meter
 
 _log = logging.getLogger(__name__)
 _JOIN_AT = 64  # outputs that may wait before they are made one; bounds the number of objects for a reader that is gone
+
+
+@define
+class Later:
+    """Answers of a call that are not queued yet: `next` .. `end` - 1. aborted: they never will be."""
+
+    prepared: Prepared
+    next: int
+    end: int
+    aborted: bool = False
+
+    def __len__(self) -> int:
+        return self.end - self.next
+
+    def ended(self) -> Output:
+        """The only output of the next one, when it was aborted before it was queued."""
+        index, prompt = self.next, self.prepared.requests[0].prompt_ids
+        self.next += 1
+        usage = Usage(prompt_tokens=len(prompt))
+        return Output(request_id=self.prepared.name, index=index, finish_reason=FinishReason.ABORT, usage=usage)
 
 
 class Stream:
@@ -42,6 +65,7 @@ class Stream:
         kind: RequestOutputKind = RequestOutputKind.DELTA,
     ) -> None:
         self.unfinished = {answer.request.id: answer for answer in answers}
+        self.later: Later | None = None
         self._interval = interval
         self._final_only = kind is RequestOutputKind.FINAL_ONLY
         self._shown: dict[int, Output] | None = {} if kind is RequestOutputKind.CUMULATIVE else None
@@ -54,7 +78,7 @@ class Stream:
     @property
     def exhausted(self) -> bool:
         """Whether every answer has ended and all of it was read."""
-        return not self.unfinished and not self._waiting
+        return not self.unfinished and not self._waiting and not self.later
 
     def put(self, output: Output) -> None:
         """Add an output; never blocks."""
@@ -81,12 +105,20 @@ class Stream:
         """End all of it: the reader gets `error` instead of anything that still waits."""
         self.unfinished.clear()
         self._waiting.clear()
+        self.later = None
         self._error = error
+        self._news.set()
+
+    def wake(self) -> None:
+        """Let the reader look again."""
         self._news.set()
 
     async def get(self) -> Output:
         """The next output; waits for it. Raises: the error given to `fail`."""
         while not self._due and self._error is None:
+            if self.later and self.later.aborted:
+                await asyncio.sleep(0)  # there may be thousands
+                return self.later.ended()
             self._news.clear()
             await self._news.wait()
         if self._error is not None:
@@ -112,21 +144,38 @@ class Streams:
         self._finish = finish
         self._meter = meter
         self._answers: dict[str, tuple[Answer, Stream]] = {}
+        self._expecting: dict[Stream, None] = {}
         self.empty = asyncio.Event()
         self.empty.set()
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def open(
-        self, answers: list[Answer], interval: int = 1, kind: RequestOutputKind = RequestOutputKind.DELTA
-    ) -> Stream:
-        """A stream for these answers; see Stream."""
-        stream = Stream(answers, interval, kind)
+    def open(self, stream: Stream, answers: Iterable[Answer]) -> None:
+        """Let these queued answers feed a stream."""
         for answer in answers:
             self._answers[answer.request.id] = answer, stream
         self.empty.clear()
-        return stream
+
+    def expect(self, stream: Stream, later: Later) -> None:
+        """Note that more answers of a stream are to be queued."""
+        stream.later = later
+        self._expecting[stream] = None
+
+    def expecting(self) -> list[Stream]:
+        """Streams with answers to be queued; another one is the first each time."""
+        if len(self._expecting) > 1:
+            first = next(iter(self._expecting))
+            self._expecting[first] = self._expecting.pop(first)
+        return list(self._expecting)
+
+    def join(self, stream: Stream, answer: Answer) -> None:
+        """Note that the next expected answer of a stream has been queued."""
+        stream.unfinished[answer.request.id] = answer
+        self.open(stream, [answer])
+        stream.later.next += 1
+        if not stream.later:
+            del self._expecting[stream]
 
     def push(self, update: Update) -> None:
         """Hand an update of the scheduler to the reader of its answer. Updates of closed answers are dropped."""
@@ -151,6 +200,10 @@ class Streams:
 
     def cancel(self, stream: Stream, *, tell: bool) -> None:
         """End what is unfinished of a stream. tell: give the reader a last output with finish_reason ABORT."""
+        if stream in self._expecting:
+            del self._expecting[stream]
+            stream.later.aborted = True
+            stream.wake()
         for answer in list(stream.unfinished.values()):
             self._forget(answer.request.id)
             self._finish(answer.request.id, FinishReason.ABORT)
@@ -158,12 +211,14 @@ class Streams:
             self._meter.ended(answer, last)
             if tell:
                 stream.put(last)
+        self._note_empty()
 
     def abort(self, name: str | None = None) -> int:
         """End every answer of the request called `name` (None: of all requests). Returns how many there were."""
-        streams = {id(stream): stream for answer, stream in self._answers.values() if name in (None, answer.name)}
-        count = sum(len(stream.unfinished) for stream in streams.values())
-        for stream in streams.values():
+        streams = {stream: None for answer, stream in self._answers.values() if name in (None, answer.name)}
+        streams |= {stream: None for stream in self._expecting if name in (None, stream.later.prepared.name)}
+        count = sum(len(stream.unfinished) + len(stream.later or ()) for stream in streams)
+        for stream in streams:
             self.cancel(stream, tell=True)
         return count
 
@@ -171,13 +226,17 @@ class Streams:
         """End every stream with an error: nobody will feed them any more. Each reader gets an error of its own."""
         for answer, _ in self._answers.values():
             self._meter.ended(answer, answer.ended(FinishReason.ERROR, error()))
-        for stream in {id(stream): stream for _, stream in self._answers.values()}.values():
+        for stream in {stream: None for _, stream in self._answers.values()} | self._expecting:
             stream.fail(error())
         self._answers.clear()
+        self._expecting.clear()
         self.empty.set()
 
     def _forget(self, request_id: str) -> None:
         _, stream = self._answers.pop(request_id)
         stream.unfinished.pop(request_id, None)
-        if not self._answers:
+        self._note_empty()
+
+    def _note_empty(self) -> None:
+        if not self._answers and not self._expecting:
             self.empty.set()

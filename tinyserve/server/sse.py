@@ -11,8 +11,9 @@ Before: face.py, errors.py.  After: openai_chat.py and openai_completions.py (wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
@@ -23,6 +24,8 @@ from ..request import Output, Usage
 from .errors import describe
 
 _AT_ONCE = 32
+_NAMED = 20  # alternatives of a position, at most, as far as the size of an answer goes
+OFF_LOOP = 2048  # tokens and log-probabilities in an answer; writing more takes over 2 ms and is done in a thread
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -77,18 +80,20 @@ class Generation:
 
     async def _answer(self, send: Any) -> None:
         outputs = self._sources[0] if len(self._sources) == 1 else _merged(self._sources, self._n)
+        size = 0
         async with aclosing(outputs):
             async for output in outputs:
                 if output.error is not None:
                     raise output.error
+                size += (weight := _weight(output))
                 if not self._stream:
                     self._writer.add(output)
-                elif events := self._writer.events(output):
+                elif events := await _written(partial(self._writer.events, output), weight):
                     await self._send(send, events)
         if self._stream:
             await self._send(send, self._writer.last_events() + DONE, more=False)
         else:
-            body = self._writer.body()
+            body = await _written(self._writer.body, size)
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body})
@@ -105,6 +110,17 @@ class Generation:
             await self._send(send, b"data: " + failure.body() + b"\n\n" + DONE, more=False)
         else:
             await failure.response()(scope, receive, send)
+
+
+def _weight(output: Output) -> int:
+    """How much there is to write, in tokens and log-probabilities."""
+    named = len(output.logprobs or ()) + len(output.prompt_logprobs or ())
+    return 1 + len(output.token_ids) + _NAMED * named
+
+
+async def _written(work: Callable[[], bytes], size: int) -> bytes:
+    """What `work` writes; in a thread if that is much."""
+    return work() if size <= OFF_LOOP else await asyncio.to_thread(work)
 
 
 async def _cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:
@@ -142,9 +158,11 @@ async def _merged(sources: Sequence[AsyncIterator[Output]], n: int) -> AsyncIter
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
         with anyio.CancelScope(shield=True):
+            for number, task in enumerate(tasks):
+                task.cancel()
+                if number % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)  # each may have a hundred answers to end
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
