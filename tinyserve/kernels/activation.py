@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 KINDS = {
     "silu": torch.nn.functional.silu,
@@ -74,7 +74,10 @@ def _activation_kernel(
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -123,5 +126,5 @@ def _launch(x: torch.Tensor, kind: str, width: int, *, gated: bool) -> torch.Ten
     default = {"BLOCK": min(next_power_of_2(width), 1024), "num_warps": 4}
     options = choose("activation", x, default, tokens=tokens, width=width)
     grid = (tokens, cdiv(width, options["BLOCK"]))
-    _activation_kernel[grid](x, out, x.stride(0), width, KIND=kind, GATED=gated, **options)
+    _activation_kernel[grid](x, out, x.stride(0), width, KIND=kind, GATED=gated, **options, **overlap(x))
     return out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 
 def embed_reference(tokens: torch.Tensor, table: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
@@ -32,7 +32,10 @@ def _embed_kernel(
     width,  # H
     scale,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -70,5 +73,5 @@ def embed(tokens: torch.Tensor, table: torch.Tensor, *, scale: float = 1.0) -> t
     default = {"BLOCK": min(next_power_of_2(width), 1024), "num_warps": 4}
     options = choose("embed", table, default, tokens=count, width=width)
     grid = (count, cdiv(width, options["BLOCK"]))
-    _embed_kernel[grid](tokens, table, out, table.stride(0), table.shape[0], width, scale, **options)
+    _embed_kernel[grid](tokens, table, out, table.stride(0), table.shape[0], width, scale, **options, **overlap(table))
     return out

@@ -5,6 +5,14 @@ was measured on this very device (`tuned/<device>.json`), and from a formula of 
 an unknown device is slower at worst, never wrong. Shared memory is the one limit that can refuse a launch outright:
 `shared_memory` tells a launcher what one program may take, and `SAFE_SHARED` is what all but the smallest devices have.
 
+Overlap: on NVIDIA GPUs from sm_90 on, a kernel can be launched while the one before it still runs (programmatic
+dependent launch). It may then do only what does not depend on any kernel of the step, such as loading a tile of
+weights, until it calls `wait_inputs`; after that everything written before is visible. `start_next` says when the next
+kernel may be launched in turn. A kernel that takes part launches with `**overlap(tensor)` and calls `wait_inputs(PDL)`
+in every program before its first load of an activation and before its first store; kernels that do not take part are
+unharmed, they simply start when the one before has ended. It saves 0.7 to 1.5 us a kernel in a graph, 5 % of a step of
+an 8B model and 20 % of one of a 0.6B model (H200).
+
 A tuned file is one object, `{kernel: [{"when": {name: [low, high]}, "use": {option: value}}, ...]}`: the first row
 whose ranges (both ends included) hold for the shape is used; a name that a row does not mention is not looked at.
 
@@ -20,7 +28,9 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from attrs import frozen
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 TUNED = Path(__file__).parent / "tuned"
@@ -41,12 +51,14 @@ class DeviceFacts:
         backend: Triton's name of the code generator: "cuda", "hip", "xpu", or "cpu" for the interpreter.
         shared: bytes of shared memory that one program may take.
         processors: multiprocessors, that is programs which run at once if each needs a whole one.
+        overlaps: whether kernels may be launched before the one in front has ended.
     """
 
     name: str
     backend: str
     shared: int
     processors: int
+    overlaps: bool = False
 
 
 def cdiv(count: int, size: int) -> int:
@@ -104,12 +116,33 @@ def facts(device: torch.device) -> DeviceFacts:
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     properties = driver.active.utils.get_device_properties(index)
+    target = driver.active.get_current_target()
     return DeviceFacts(
         name=module.get_device_name(index),
-        backend=driver.active.get_current_target().backend,
+        backend=target.backend,
         shared=properties["max_shared_mem"],
         processors=properties["multiprocessor_count"],
+        overlaps=target.backend == "cuda" and target.arch >= 90,
     )
+
+
+def overlap(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that takes part in overlap: its constexpr PDL, and where it is on, the launch flag."""
+    return {"PDL": True, "launch_pdl": True} if facts(tensor.device).overlaps else {"PDL": False}
+
+
+@triton.jit
+def wait_inputs(PDL: tl.constexpr):
+    """Wait until all kernels launched before have ended and their results are visible. Nothing if PDL is off."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """This program no longer minds the next kernel being launched beside it; it is once no program does."""
+    if PDL:
+        gdc_launch_dependents()
 
 
 def shared_memory(tensor: torch.Tensor) -> int:

@@ -19,7 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import check_rows, choose, next_power_of_2, row_warps, use_kernel
+from .launch import (
+    check_rows,
+    choose,
+    next_power_of_2,
+    overlap,
+    row_warps,
+    start_next,
+    use_kernel,
+    wait_inputs,
+)
 
 MAX_COLUMNS = 65536  # one program holds a row in registers: 128 numbers a thread at 16 warps
 
@@ -62,10 +71,14 @@ def _rms_norm_kernel(
     H: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,  # a power of two, at least H
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < H
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_inputs(PDL)
     value = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(delta_ptr + row * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -73,7 +86,6 @@ def _rms_norm_kernel(
         tl.store(total_ptr + row * H + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
     tl.store(out_ptr + row * H + column, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -143,7 +155,8 @@ def _launch(x, delta, weight, total, out, eps, offset) -> None:
     if out.numel() == 0:
         return
     block = next_power_of_2(width)
-    options = choose("rms_norm", x, {"num_warps": row_warps(block)}, tokens=tokens, width=width)
+    # The number of rows is no part of the choice: another number of warps adds in another order.
+    options = choose("rms_norm", x, {"num_warps": row_warps(block)}, width=width)
     add = delta is not None
     _rms_norm_kernel[(tokens,)](
         x,
@@ -159,4 +172,5 @@ def _launch(x, delta, weight, total, out, eps, offset) -> None:
         ADD=add,
         BLOCK=block,
         **options,
+        **overlap(x),
     )

@@ -19,7 +19,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, joined, next_power_of_2, once, use_kernel
+from .launch import (
+    cdiv,
+    check_rows,
+    choose,
+    joined,
+    next_power_of_2,
+    once,
+    overlap,
+    start_next,
+    use_kernel,
+    wait_inputs,
+)
 
 
 def qk_norm_rope_write_reference(
@@ -131,7 +142,10 @@ def _qk_norm_rope_write_kernel(
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,  # heads a program, a power of two
     BLOCK: tl.constexpr,  # a power of two, at least D
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -241,7 +255,7 @@ def _launch(
     heads = num_heads + 2 * num_kv_heads
     block, group = next_power_of_2(head_dim), min(next_power_of_2(heads), 8)
     default = {"HEADS": group, "num_warps": min(max(group * block // 128, 1), 8)}
-    options = choose("qk_norm_rope_write", qkv, default, tokens=tokens, heads=heads, head_dim=head_dim)
+    options = choose("qk_norm_rope_write", qkv, default, heads=heads, head_dim=head_dim)
     _qk_norm_rope_write_kernel[(tokens, cdiv(heads, options["HEADS"]))](
         qkv,
         positions,
@@ -266,6 +280,7 @@ def _launch(
         INTERLEAVED=interleaved,
         BLOCK=block,
         **options,
+        **overlap(qkv),
     )
 
 
