@@ -1,7 +1,8 @@
 """Checks and conversions of single fields, for the records of request.py: each refusal names its field.
 
 A validator has attrs' signature (instance, attribute, value) and raises RequestError; a converter makes one type of the
-several that users write (one stop string or a list, ids as text, True for 1). What a field means, and which fields
+several that users write (one stop string or a list, ids as text, True for 1). A validator of numbers tells its range as
+JSON Schema in its attribute `schema`, for the document that describes the API. What a field means, and which fields
 exclude each other, is said in request.py.
 
 Before: errors.py.  After: request.py.
@@ -38,6 +39,7 @@ def number(low: float, high: float, *, open_low: bool = False) -> Callable[[obje
             bracket = "(" if open_low else "["
             refuse(name, f"{name} must be in {bracket}{low:g}, {high:g}], got {shown(value)}.")
 
+    check.schema = {"type": "number", "exclusiveMinimum" if open_low else "minimum": low, "maximum": high}
     return check
 
 
@@ -53,6 +55,7 @@ def integer(low: int, high: int, *, optional: bool = False) -> Callable[[object,
         if not low <= value <= high:
             refuse(name, f"{name} must be in [{low}, {high}], got {shown(value)}.")
 
+    check.schema = {"type": "integer", "minimum": low, "maximum": high}
     return check
 
 

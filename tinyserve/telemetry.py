@@ -94,6 +94,13 @@ HISTOGRAMS = (
 )  # fmt: skip
 
 
+def described() -> Iterable[tuple[str, str, str | None, str]]:
+    """Every metric for people: name without the prefix, kind, extra label, help."""
+    for kind, table in (("gauge", GAUGES), ("counter", COUNTERS)):
+        yield from ((name, kind, label, help) for name, help, label, _ in table)
+    yield from ((name, "histogram", None, help) for name, help, _ in HISTOGRAMS)
+
+
 @frozen(kw_only=True)
 class RequestStats:
     """One finished answer. Times are time.monotonic() seconds, 0.0 where the moment never came.

@@ -143,7 +143,7 @@ def test_null_means_default(run):
 
 def test_harmless_fields_are_ignored(run):
     body = {
-        "store": True, "metadata": {}, "user": "me", "service_tier": "auto", "best_of": 3,
+        "store": True, "metadata": {}, "user": "me", "service_tier": "auto", "best_of": 1,
         "response_format": {"type": "text"}, "parallel_tool_calls": False, "include_reasoning": False,
         "length_penalty": 1.0, "use_beam_search": False,
     }  # fmt: skip

@@ -6,57 +6,12 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyserve.server import sampling
+from tinyserve.server import bodies as bodies_of
 
 from .conftest import FakeEngine, client_of, events, strict
 
-NAMES = sorted(
-    {
-        *sampling._NUMBERS,
-        *sampling._FLAGS,
-        *sampling._REFUSED,
-        "stop",
-        "bad_words",
-        "stop_token_ids",
-        "allowed_token_ids",
-        "logit_bias",
-        "stream",
-        "stream_options",
-        "response_format",
-        "truncate_prompt_tokens",
-        "truncation_side",
-        "priority",
-        "cache_salt",
-        "model",
-        "prompt",
-        "messages",
-        "max_tokens",
-        "max_completion_tokens",
-        "logprobs",
-        "top_logprobs",
-        "echo",
-        "suffix",
-        "tools",
-        "tool_choice",
-        "documents",
-        "chat_template",
-        "chat_template_kwargs",
-        "add_special_tokens",
-        "add_generation_prompt",
-        "continue_final_message",
-        "reasoning_effort",
-        "return_token_ids",
-        "request_id",
-        "return_tokens_as_token_ids",
-        "stream_interval",
-        "logprob_token_ids",
-        "repetition_detection",
-        "use_beam_search",
-        "length_penalty",
-        "tokens",
-        "return_token_strs",
-    }
-)
+BODIES = (bodies_of.CHAT, bodies_of.COMPLETION, bodies_of.TOKENIZE, bodies_of.DETOKENIZE)
+NAMES = sorted({name for body in BODIES for name in body.params})
 scalars = st.none() | st.booleans() | st.integers(-3, 300) | st.sampled_from([2**63, -(2**63), 1e300, 0.5, 1.0])
 scalars |= st.text(max_size=4) | st.sampled_from(["user", "assistant", "none", "auto", "text", "left", "tiny"])
 values = st.recursive(

@@ -12,25 +12,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
+from . import answers
 from .face import Service
+from .schema import facts
 
 
+@facts("Server", "Whether requests are answered")
 async def health(_request: Request, service: Service) -> Response:
     """200 when requests would be answered; 503 while loading, draining or dead."""
     service.ready()
     return Response(status_code=200)
 
 
+@facts("Server", "Version", answer=answers.VERSION)
 async def version(_request: Request, _service: Service) -> Response:
     """The version of tinyserve."""
     return Response(orjson.dumps({"version": __version__}), media_type="application/json")
 
 
+@facts("Server", "Load", answer=answers.LOAD)
 async def load(_request: Request, service: Service) -> Response:
     """Generating requests that are being answered now."""
     return Response(orjson.dumps({"server_load": service.inflight}), media_type="application/json")
 
 
+@facts("Server", "Metrics", answer={"type": "string"}, media="text/plain")
 async def metrics(_request: Request, service: Service) -> Response:
     """Prometheus text; also of an engine that has died, which is when it is wanted most."""
     if service.engine is None:

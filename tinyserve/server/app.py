@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
-from . import admin, models, tokens
+from . import admin, docs, models, tokens
 from .errors import Failure, HeadersTooLarge, Unauthorized, describe
 from .face import Service
 from .openai_chat import chat_completions
@@ -32,12 +32,13 @@ from .openai_completions import completions
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
 OPEN = {"/health", "/ping", "/version", "/load", "/metrics", "/metrics/"}  # probes and scrapers have no API key
+OPEN |= {"/docs", "/openapi.json"}  # browsers cannot send one there; they tell nothing of this server's model
 _ANSWERED = ("/v1", "/v2", "/inference")  # what counts as load
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _UNCOUNTED = {"/metrics", "/health", "/load", "/ping", "/version"}
 
 Handler = Callable[[Request, Service], Awaitable[Any]]
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
+_DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("GET", "/v1/models", models.list_models),
@@ -52,6 +53,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/metrics", admin.metrics),
     ("GET", "/metrics/", admin.metrics),
 )
+ROUTES = (*_DESCRIBED, *docs.pages(_DESCRIBED))
 
 
 def create_app(service: Service) -> Front:

@@ -4,7 +4,7 @@ orjson refuses what Python's own parser lets through: NaN, Infinity, 1e999, lone
 a thousand nested brackets. Every field may be null, which means its default. Numbers that go to SamplingParams are
 checked there; what is read here is the shape around them.
 
-Before: errors.py.  After: sampling.py and the protocol files.
+Before: errors.py, schema.py (what a body may hold).  After: sampling.py and the protocol files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,25 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from ..checks import MAX_TOKEN_LIST
+from ..config import ServerOptions
 from ..errors import RequestError, shown
 from .errors import BodyTimeout, TooLarge
+from .schema import Body
 
 OFF_LOOP_BYTES = 64 * 1024  # larger bodies are parsed in a thread; 2.6 ms a megabyte
 CHUNK_TIMEOUT = 60.0  # seconds between two pieces of a body
 DRAIN_TIMEOUT = 5.0  # seconds to swallow a body that was refused, so that the client gets to read the refusal
 _MISSING = object()
+
+
+async def read_body(request: Request, options: ServerOptions, body: Body) -> Fields:
+    """The body of a POST, held to its declaration.
+
+    Raises: RequestError: as read_json, and naming the first field that is wrong or cannot be honoured.
+    """
+    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    body.check(fields.values)
+    return Fields(fields.values, declared=body)
 
 
 async def read_json(request: Request, max_bytes: int, max_messages: int) -> Fields:
@@ -97,20 +109,25 @@ def _parse(body: bytes) -> Any:
 class Fields:
     """A JSON object, read field by field. Every reader returns `default` for a missing field and for null.
 
-    Args: path: where this object stands in the body, e.g. "stream_options.".
+    Args:
+        path: where this object stands in the body, e.g. "stream_options.".
+        declared: what it may hold; a field that is not declared there cannot be read, so that the document is whole.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], path: str = "", declared: Body | None = None) -> None:
         self.values = values
         self.path = path
+        self._declared = declared
 
     def raw(self, name: str) -> Any:
         """The value as it is; None when missing."""
+        if self._declared is not None and name not in self._declared.params:
+            raise LookupError(f"{self._declared.name} declares no field {name}")
         return self.values.get(name)
 
     def given(self, name: str) -> bool:
         """Whether the field is there and not null."""
-        return self.values.get(name) is not None
+        return self.raw(name) is not None
 
     def wrong(self, name: str, expected: str) -> RequestError:
         """The error for a field of a wrong type."""
@@ -157,7 +174,7 @@ class Fields:
         return value
 
     def _typed(self, name: str, kind: type, expected: str, default: Any) -> Any:
-        value = self.values.get(name)
+        value = self.raw(name)
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -11,7 +11,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from . import answers
 from .face import Service
+from .schema import Param, facts, text
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
@@ -32,12 +34,14 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
+@facts("Models", "What is served", answer=answers.MODELS)
 async def list_models(_request: Request, service: Service) -> Response:
     """One card per served name."""
     cards = [_card(service, name) for name in service.ready().served_names]
     return Response(orjson.dumps({"object": "list", "data": cards}), media_type="application/json")
 
 
+@facts("Models", "One of them", answer=answers.MODEL, refusals=(404,), path=[Param("name", text(), "A served name.")])
 async def one_model(request: Request, service: Service) -> Response:
     """The card of one name. Raises: UnknownModel."""
     name = request.path_params["name"]

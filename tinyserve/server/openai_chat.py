@@ -22,16 +22,17 @@ from starlette.requests import Request
 
 from ..errors import RequestError
 from ..request import Output, Usage
+from . import answers
 from .beam import beam_outputs, read_beam
+from .bodies import CHAT, EFFORTS
 from .errors import TooLarge
 from .face import Service
-from .fields import Fields, read_json
+from .fields import Fields, read_body
 from .logprobs import chat_logprobs, prompt_logprobs
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
+from .schema import facts
 from .sse import Generation, Tally
-
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @frozen(kw_only=True)
@@ -56,11 +57,14 @@ class Shape:
     ids_as_text: bool
 
 
+@facts("Chat", "Answer a conversation", body=CHAT, answer=answers.CHAT, stream=True)
 async def chat_completions(request: Request, service: Service) -> Generation:
-    """Answer one request. Raises: RequestError, Overloaded, EngineDead; all before the first byte."""
+    """The model's next message in a conversation, or several with n.
+
+    Raises: RequestError, Overloaded, EngineDead; all before the first byte."""
     engine = service.ready()
     options = service.config.server
-    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    fields = await read_body(request, options, CHAT)
     model = service.model_name(fields.text("model"))
     stream = read_stream(fields, service)
     decided = _decided(fields, engine.default_sampling)
@@ -118,7 +122,7 @@ def template_options(fields: Fields, service: Service, *, generation: bool = Tru
     for name in ("chat_template", "tokenize"):
         if name in kwargs:
             raise RequestError(f"chat_template_kwargs must not contain {name!r}.", param=f"chat_template_kwargs.{name}")
-    effort = fields.choice("reasoning_effort", _EFFORTS)
+    effort = fields.choice("reasoning_effort", EFFORTS)
     if effort is not None:
         kwargs = {"reasoning_effort": effort, **kwargs}
     keep_open = fields.flag("continue_final_message")

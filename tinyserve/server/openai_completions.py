@@ -19,13 +19,16 @@ from starlette.requests import Request
 
 from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError
 from ..request import Output
+from . import answers
 from .beam import beam_outputs, read_beam
+from .bodies import COMPLETION
 from .face import EngineFace, Service
-from .fields import Fields, read_json
+from .fields import Fields, read_body
 from .logprobs import TextLogprobs, joined, prompt_logprobs
 from .openai_chat import name_of
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
+from .schema import facts
 from .sse import Generation, Tally
 
 MAX_PROMPTS = 1024
@@ -55,11 +58,14 @@ class Shape:
     ids_as_text: bool
 
 
+@facts("Completions", "Continue texts", body=COMPLETION, answer=answers.COMPLETION, stream=True)
 async def completions(request: Request, service: Service) -> Generation:
-    """Answer one request. Raises: RequestError, Overloaded, EngineDead; all before the first byte."""
+    """What the model writes after raw prompts: no chat template.
+
+    Raises: RequestError, Overloaded, EngineDead; all before the first byte."""
     engine = service.ready()
     options = service.config.server
-    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    fields = await read_body(request, options, COMPLETION)
     model = service.model_name(fields.text("model"))
     if fields.raw("suffix"):
         fields.refuse("suffix", "this model cannot fill in between two texts.")

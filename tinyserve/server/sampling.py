@@ -1,10 +1,9 @@
-"""The fields that chat and completions share: sampling parameters, stream options, and what is refused.
+"""The fields that chat and completions share: sampling parameters and stream options.
 
-A field that would change the answer is honoured or refused by name; a field that nobody knows is ignored, because
-official clients send new ones before servers know them. Where a value comes from: the request, else the server's
-defaults (the model's generation_config), else neutral. Ranges are checked in request.py, by SamplingParams itself.
+Where a value comes from: the request, else the server's defaults (the model's generation_config), else neutral. Ranges
+are checked in request.py, by SamplingParams itself; what is refused is declared in bodies.py.
 
-Before: fields.py.  After: openai_chat.py, openai_completions.py.
+Before: fields.py, bodies.py.  After: openai_chat.py, openai_completions.py.
 """
 
 from __future__ import annotations
@@ -23,16 +22,6 @@ _NUMBERS = (
     "n", "seed", "min_tokens", "prompt_logprobs", "stream_interval",
 )  # fmt: skip
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
-_LATER = "tinyserve does not support this field yet."
-# Fields that change the answer, and the values of them that mean "off".
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "watermarking": (False,), "structured_outputs": ({},),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
-    "thinking_token_budget": (-1,), "routed_experts_prompt_start": (), "prompt_logprob_token_ids": (),
-    "prompt_embeds": ([],), "logits_processors": ([],),
-    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "functions": ([],), "modalities": (["text"], []),
-}  # fmt: skip
 
 
 @frozen(kw_only=True)
@@ -55,9 +44,6 @@ def read_sampling(
         decided: fields that each protocol reads in its own way (max_tokens, logprobs ...); they win.
     Raises: RequestError: with `param` set to the field at fault.
     """
-    for name, harmless in _REFUSED.items():
-        if fields.given(name) and not any(_same(fields.raw(name), value) for value in harmless):
-            fields.refuse(name, _LATER)
     _refuse_formats(fields)
     values: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
     values |= {name: fields.raw(name) for name in _NUMBERS if fields.given(name)}
@@ -72,10 +58,6 @@ def read_sampling(
     if fields.given("stop_token_ids") and "stop_token_ids" in defaults:
         values["stop_token_ids"] = [*defaults["stop_token_ids"], *values["stop_token_ids"]]
     return SamplingParams(**values)
-
-
-def _same(value: Any, harmless: Any) -> bool:
-    return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
 
 
 def _lists(fields: Fields) -> dict[str, Any]:

@@ -12,19 +12,23 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from . import answers
+from .bodies import DETOKENIZE, TOKENIZE
 from .face import Service
-from .fields import Fields, read_json
+from .fields import Fields, read_body
 from .logprobs import token_bytes
 from .openai_chat import read_messages, template_options
+from .schema import facts
 
 MAX_TOKENS = 2**22  # to decode; more than any context
 
 
+@facts("Tokens", "Text to token ids", body=TOKENIZE, answer=answers.TOKENS)
 async def tokenize(request: Request, service: Service) -> Response:
     """Ids of `prompt`, or of `messages` as the chat route would render them; equal to what those routes use."""
     engine = service.ready()
     options = service.config.server
-    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    fields = await read_body(request, options, TOKENIZE)
     service.model_name(fields.text("model"))
     if fields.given("messages"):
         messages = read_messages(fields, options.max_messages)
@@ -41,11 +45,12 @@ async def tokenize(request: Request, service: Service) -> Response:
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
+@facts("Tokens", "Token ids to text", body=DETOKENIZE, answer=answers.TEXT)
 async def detokenize(request: Request, service: Service) -> Response:
     """The text of `tokens`, special tokens included."""
     engine = service.ready()
     options = service.config.server
-    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    fields = await read_body(request, options, DETOKENIZE)
     service.model_name(fields.text("model"))
     text = await asyncio.to_thread(_decoded, engine.tokenizer, fields)
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")

@@ -1,0 +1,152 @@
+"""The document and the page: valid, complete, true to what the routes do, and usable without a network."""
+
+import re
+
+import jsonschema
+import pytest
+
+from tinyserve import config
+from tinyserve.server import bodies
+from tinyserve.server.app import ROUTES
+from tinyserve.server.fields import Fields
+from tinyserve.server.schema import Param, either, inside, integer, listed, sampled, text
+from tinyserve.telemetry import described
+
+from .conftest import FakeEngine, client_of, refused, strict
+
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+# Fields of OpenAI's and vLLM's requests that a client may send; each must be declared, so that none is ignored unseen.
+SHARED = """model n temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed stop
+    stop_token_ids include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+    truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words logit_bias
+    use_beam_search length_penalty watermarking add_special_tokens response_format structured_outputs priority
+    request_id session_id return_tokens_as_token_ids return_token_ids cache_salt kv_transfer_params
+    ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream stream_options stream_interval user
+    service_tier best_of logprobs echo max_tokens"""
+OF_CHAT = """messages top_logprobs max_completion_tokens tools tool_choice parallel_tool_calls reasoning_effort
+    include_reasoning add_generation_prompt continue_final_message documents chat_template chat_template_kwargs
+    media_io_kwargs mm_processor_kwargs return_prompt_text return_weight_versions routed_experts_prompt_start"""
+OF_TEXT = "prompt prompt_embeds suffix"
+
+
+async def call(method, url, engine=None, **arguments):
+    async with client_of(engine or FakeEngine()) as client:
+        return await client.request(method, url, **arguments)
+
+
+@pytest.fixture(scope="module")
+def document():
+    import asyncio
+
+    return strict(asyncio.run(call("GET", "/openapi.json")).text)
+
+
+def test_the_document_holds_every_route_and_its_references_lead_somewhere(document):
+    described_routes = {(method.upper(), path) for path, ways in document["paths"].items() for method in ways}
+    routes = {(method, path.replace("{name:path}", "{name}")) for method, path, _ in ROUTES}
+    text = str(document)
+
+    assert described_routes == routes - {("GET", "/docs"), ("GET", "/openapi.json")}
+    for name in re.findall(r"#/components/schemas/(\w+)", text):
+        assert name in document["components"]["schemas"]
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    names = [told["operationId"] for ways in document["paths"].values() for told in ways.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_every_known_field_is_declared():
+    assert set(f"{SHARED} {OF_CHAT}".split()) <= set(bodies.CHAT.params)
+    assert set(f"{SHARED} {OF_TEXT}".split()) <= set(bodies.COMPLETION.params)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "declared"),
+    [("/v1/chat/completions", HI, bodies.CHAT), ("/v1/completions", {"prompt": "x"}, bodies.COMPLETION)],
+)
+def test_every_declared_field_is_read_or_refused_or_said_to_change_nothing(run, monkeypatch, url, body, declared):
+    read = set()
+    raw = Fields.raw
+    monkeypatch.setattr(Fields, "raw", lambda self, name: read.add(self.path + name) or raw(self, name))
+    run(call("POST", url, json={**body, "stream": True, "logprobs": 1 if "prompt" in body else True}))
+    run(call("POST", url, json={**body, "use_beam_search": True}))
+    unread = {name for name, param in declared.params.items() if param.refused is None} - read
+    harmless = {name for name in unread if "changes no answer" in declared.params[name].help}
+
+    assert unread - harmless <= {"include_reasoning", "parallel_tool_calls"}, unread - harmless
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, param in bodies.CHAT.params.items() if param.refused is not None], ids=str
+)
+def test_a_refused_field_is_a_400_that_names_it_and_its_off_values_pass(run, name):
+    refused(run(call("POST", "/v1/chat/completions", json={**HI, name: "something"})), 400, name)
+    for off in (None, *bodies.CHAT.params[name].off):
+        assert run(call("POST", "/v1/chat/completions", json={**HI, name: off})).status_code == 200
+
+
+def test_answers_are_what_the_document_says(run, document):
+    for method, url, body in (
+        ("POST", "/v1/chat/completions", {**HI, "logprobs": True}),
+        ("POST", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 1}),
+        ("POST", "/tokenize", {"prompt": "x"}),
+        ("POST", "/detokenize", {"tokens": [97]}),
+        ("GET", "/v1/models", None),
+        ("GET", "/version", None),
+        ("GET", "/load", None),
+    ):
+        told = document["paths"][url][method.lower()]["responses"]["200"]["content"]["application/json"]["schema"]
+        answer = strict(run(call(method, url, json=body)).text)
+        jsonschema.validate(answer, told)
+
+        assert set(answer) >= {name for name in told["properties"] if name != "prompt_logprobs"}
+
+
+def test_a_field_that_is_not_declared_cannot_be_read():
+    """Breaks if a route reads a field that the document does not have."""
+    with pytest.raises(LookupError):
+        Fields({"x": 1}, declared=bodies.CHAT).raw("x")
+
+
+def test_ranges_come_from_the_sampling_parameters():
+    schema = sampled("temperature", "").schema()
+    assert (schema["minimum"], schema["maximum"], schema["default"]) == (0, 2, 1.0)
+    assert sampled("top_p", "").schema()["exclusiveMinimum"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (integer(1, 3), [1, 3], [0, 4, True, 1.0, "1"]),
+        (listed(integer(), most=2), [[], [1, 2]], [[1, 2, 3], [True], "a", {}]),
+        (either(text(), listed(text())), ["a", ["a"]], [1, [1], {}]),
+        (inside(Param("a", integer(), required=True)), [{"a": 1}, {"a": 1, "b": 2}], [{}, {"a": "x"}, []]),
+    ],
+)
+def test_kinds(kind, good, bad):
+    """What the checker takes, the schema takes, and the other way round."""
+    validator = jsonschema.Draft202012Validator(kind.schema)
+    for value in good:
+        kind.check(value, "x")
+        assert validator.is_valid(value)
+    for value in bad:
+        with pytest.raises(ValueError, match="x"):
+            kind.check(value, "x")
+        assert not validator.is_valid(value) or value == 1.0
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_shows_all(run):
+    response = run(call("GET", "/docs"))
+    page = response.text
+
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"<script|src=|@import|url\(|https?://", page)
+    for _, path, _ in ROUTES[:-2]:
+        assert path.replace("{name:path}", "{name}") in page
+    for flag in config.flags():
+        assert flag.cli in page and flag.env in page
+    for name, *_ in described():
+        assert name in page
+    for name in bodies.CHAT.params:
+        assert f"<code>{name}</code>" in page

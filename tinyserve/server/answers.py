@@ -1,0 +1,92 @@
+"""What answers look like, as JSON Schema, for the document. The writers of the protocol files make them.
+
+Before: nothing.  After: the protocol files (their `facts`), openapi.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def of(kind: str, help: str = "") -> Schema:
+    """A schema of one type. A question mark at its end: or null."""
+    names = [kind[:-1], "null"] if kind.endswith("?") else kind
+    return {"type": names, **({"description": help} if help else {})}
+
+
+def record(help: str = "", **members: Schema | str) -> Schema:
+    """An object with these members."""
+    properties = {
+        name.rstrip("_"): of(member) if isinstance(member, str) else member for name, member in members.items()
+    }
+    return {"type": "object", "properties": properties, **({"description": help} if help else {})}
+
+
+def rows(member: Schema | str, help: str = "") -> Schema:
+    """A list."""
+    items = of(member) if isinstance(member, str) else member
+    return {"type": "array", "items": items, **({"description": help} if help else {})}
+
+
+def or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+USAGE = record(
+    "The end token counts as a completion token; a prompt counts once, whatever n.",
+    prompt_tokens="integer", completion_tokens="integer", total_tokens="integer",
+    prompt_tokens_details=or_null(record(cached_tokens="integer")),
+)  # fmt: skip
+FINISH = {
+    "type": "string",
+    "enum": ["stop", "length", "tool_calls", "repetition", "abort"],
+    "description": "stop: end token, stop string or stop id. length: max_tokens or the context.",
+}
+STOP_REASON = {"type": ["string", "integer", "null"], "description": "The stop string or id; null for the end token."}
+CHOICE_TAIL: dict[str, Schema] = {
+    "finish_reason": FINISH,
+    "stop_reason": STOP_REASON,
+    "token_ids": or_null(rows("integer", "With return_token_ids.")),
+}
+HEAD = {"id": "string", "object": "string", "created": "integer", "model": "string"}
+
+CHAT = record(
+    **HEAD,
+    choices=rows(record(
+        index="integer",
+        message=record(role="string", content="string?", reasoning="string?", tool_calls=rows("object")),
+        logprobs=or_null(record(content=rows(record(
+            token="string", logprob="number", bytes=rows("integer"), top_logprobs=rows("object"))))),
+        **CHOICE_TAIL,
+    )),
+    usage=USAGE,
+    prompt_logprobs=or_null(rows({}, "One object per prompt token; null for the first.")),
+    prompt_token_ids=or_null(rows("integer")),
+)  # fmt: skip
+COMPLETION = record(
+    **HEAD,
+    choices=rows(record(
+        index="integer", text="string",
+        logprobs=or_null(record(text_offset=rows("integer"), token_logprobs=rows("number?"), tokens=rows("string"),
+                                top_logprobs=rows("object?"))),
+        **CHOICE_TAIL,
+    ), "Choice index = prompt index * n + answer index."),
+    usage=USAGE,
+)  # fmt: skip
+MODEL = record(
+    id="string", object="string", created="integer", owned_by="string", root="string", parent="string?",
+    max_model_len=of("integer", "Tokens of prompt and answer together."), permission=rows("object"),
+)  # fmt: skip
+MODELS = record(object="string", data=rows(MODEL))
+TOKENS = record(
+    count="integer", max_model_len="integer", tokens=rows("integer"), token_strs=or_null(rows("string"))
+)  # fmt: skip
+TEXT = record(prompt="string")
+VERSION = record(version="string")
+LOAD = record(server_load=of("integer", "Generating requests that are being answered now."))
+ERROR = record(
+    error=record(message="string", type="string", param=of("string?", "Dotted path of the field at fault."),
+                 code={"type": ["string", "integer", "null"]})
+)  # fmt: skip
