@@ -254,9 +254,9 @@ sys.exit(serve.run(sys.argv[1:]))
 """
 
 
-def start(*argv):
+def start(*argv, code=LIFE):
     """The process, and its address, which it logs before the model is loaded."""
-    command = [sys.executable, "-c", LIFE, "--port", "0", *argv]
+    command = [sys.executable, "-c", code, "--port", "0", *argv]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if "listening on" in line:
@@ -295,11 +295,18 @@ def test_a_server_loads_serves_drains_and_leaves():
         process.kill()
 
 
-def test_a_signal_while_loading_ends_the_process():
-    process, _ = start()
+STUCK = LIFE.replace("await asyncio.sleep(0.5)", "import time; await asyncio.to_thread(time.sleep, 20)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_loading_ends_the_process(number):
+    """The thread that loads is stuck for 20 s; the process says why it ends, and is gone after 0.5 s (3 at most)."""
+    process, _ = start(code=STUCK)
     try:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=10)
-        assert process.returncode == 0
+        begin = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=10)
+        assert time.monotonic() - begin < 3
+        assert process.returncode == 0 and "stopped while loading" in err
     finally:
         process.kill()

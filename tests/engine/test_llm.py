@@ -288,3 +288,33 @@ def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch):
         LLM("toy")
 
     assert not [thread for thread in threading.enumerate() if thread.name == "tinyserve-llm"]
+
+
+AFTER_MAIN = """
+import sys, threading, time
+from tests.engine.test_llm import GREEDY, SamplingParams, make, quiet
+
+llm = make()
+def work():
+    threading.main_thread().join()
+    time.sleep(0.1)
+    texts = [quiet(llm, "x" * length)[0].outputs[0] for length in (3, 200)]
+    print([(text.finish_reason, len(text.token_ids)) for text in texts], flush=True)
+
+threading.Thread(target=work, daemon=len(sys.argv) > 1).start()
+if len(sys.argv) > 1:
+    threading.Thread(target=lambda: quiet(llm, "y", SamplingParams(max_tokens=200)), daemon=True).start()
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(("daemon", "printed"), [((), "[('length', 6), ('length', 6)]"), (("daemon",), "")])
+def test_a_thread_may_outlive_the_main_thread(daemon, printed):
+    """Python's pools take no work then, so the engine died under it. A daemon's call ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_MAIN, *daemon],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
+    assert "EngineDead" not in done.stderr and "loop ended" not in done.stderr  # at most: this LLM was closed

@@ -9,7 +9,6 @@ import math
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 from tokenizers import processors
@@ -22,6 +21,7 @@ from tinyserve.engine.parts import Parts
 from tinyserve.kv.cache import KVCache
 from tinyserve.kv.groups import KVGroup
 from tinyserve.runner.flight import Flight
+from tinyserve.runner.workers import Workers
 from tinyserve.scheduling.scheduler import Scheduler
 from tinyserve.step import SliceOutput, StepOutput, TokenLogprobs
 from tinyserve.text.tokenizer import Tokenizer, TokenizerFacts
@@ -54,7 +54,7 @@ class ToyRunner:
         self.steps = 0
         self.gate = threading.Event()
         self.gate.set()
-        self.worker = ThreadPoolExecutor(1)
+        self.worker = Workers("toy")
         self.closed = False
 
     def launch(self, step):
@@ -62,7 +62,7 @@ class ToyRunner:
 
     def close(self):
         self.closed = True
-        self.worker.shutdown(wait=True)
+        self.worker.close()
 
     def run(self, step):
         self.gate.wait(30)

@@ -13,8 +13,10 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +33,7 @@ logger = logging.getLogger("tinyserve.serve")
 SWITCH_INTERVAL = (
     5e-4  # seconds a busy thread may keep the interpreter from the loop; Python's own 5e-3 shows in latency
 )
+LEAVE_SECONDS = 0.5  # for a model that loads to give up by itself, when a signal came
 
 
 def run(argv: Sequence[str]) -> int:
@@ -43,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
 
 async def _serve(config: EngineConfig) -> int:
     start = time.perf_counter()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     logger.info("tinyserve %s, model %s", __version__, config.model.model)
     if different := {name: value for name, value in chosen(config).items() if name != "model"}:
         logger.info("options: %s", ", ".join(f"{name}={value}" for name, value in different.items()))
@@ -56,10 +60,9 @@ async def _serve(config: EngineConfig) -> int:
     try:
         await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            logger.info("stopped while loading")
+            _leave_soon()
             return 0
         service.engine = engine = await loading
-        sys.setswitchinterval(SWITCH_INTERVAL)
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not look at it again
         print(_welcome(server.address, service, time.perf_counter() - start), flush=True)
@@ -70,7 +73,21 @@ async def _serve(config: EngineConfig) -> int:
     finally:
         loading.cancel()
         stopped.cancel()
-        await server.stop(config.server.shutdown_timeout)
+        await server.stop(config.server.shutdown_timeout if service.engine else 0.0)
+
+
+def _leave_soon() -> None:
+    """End the process although a thread still loads: Python would wait for it, and it may be inside a download."""
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    logger.info("stopped while loading the model")
+    timer = threading.Timer(LEAVE_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
 
 
 async def _load(config: EngineConfig) -> Any:

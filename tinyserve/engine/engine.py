@@ -108,13 +108,17 @@ class Engine:
         """Load the model in a worker thread and start the loop.
 
         Args: parts, machine: ready-made ones instead of those that `config` describes.
-        Raises: ConfigError, CheckpointError.
+        Raises: ConfigError, CheckpointError. When cancelled, loading ends at the next tensor.
         """
         phases = Phases()
-        if parts is None:
-            parts = await asyncio.to_thread(load_parts, config, phases)
-        if machine is None:
-            machine = await asyncio.to_thread(assemble, config, parts, phases)
+        try:
+            if parts is None:
+                parts = await asyncio.to_thread(load_parts, config, phases)
+            if machine is None:
+                machine = await asyncio.to_thread(assemble, config, parts, phases)
+        except asyncio.CancelledError:
+            phases.stop()  # the thread cannot be interrupted, but it looks now and then
+            raise
         metrics = Metrics(
             parts.served_names[0],
             max_model_len=machine.max_model_len,

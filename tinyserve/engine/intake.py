@@ -17,13 +17,13 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from attrs import evolve, frozen
 
 from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError, shown
 from ..request import Request, SamplingParams
+from ..runner.workers import Workers
 from .fanout import Children
 
 T = TypeVar("T")
@@ -89,15 +89,15 @@ class Intake:
         self._tokenizer = tokenizer
         self._random = random.Random(seed)
         self._numbers = itertools.count()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tinyserve-text")
+        self._pool = Workers("tinyserve-text", THREADS)
 
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close(wait=False)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run `work` in one of the threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await asyncio.wrap_future(self._pool.submit(work))
 
     async def prepare(self, call: Call) -> Prepared:
         """Check and complete a call. Raises: RequestError and its children; nothing was queued then."""

@@ -6,6 +6,7 @@
 
 An Engine runs in a thread with an event loop of its own, so this works in a script, in a notebook whose loop already
 runs, and in several threads at once. Interrupting the call (Ctrl-C) aborts its requests and leaves the engine usable.
+A thread that generates goes on when the main thread has ended, and keeps the process alive, unless it is a daemon.
 
 Before: engine.py, outputs.py.  After: the user's program.
 """
@@ -91,12 +92,13 @@ class LLM:
         machine = options.pop("machine", None)
         config = build({"model": model, "disable_log_stats": True, **options})
         self._background = Background()
-        self._close = weakref.finalize(self, self._background.close)
         try:
             self._background.engine = self._background.run(Engine.start(config, parts=parts, machine=machine))
         except BaseException:
-            self._close()
+            self._background.close()
             raise
+        # Made last, so that it is the first when the interpreter leaves: the engine's threads still take work then.
+        self._close = weakref.finalize(self, self._background.close)
 
     def __enter__(self) -> LLM:
         return self

@@ -9,6 +9,7 @@ Before: checkpoint/, models/, text/.  After: assemble.py, which puts a cache, a 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,23 +19,34 @@ from typing import Any
 from attrs import define, field
 
 from ..config import EngineConfig, hub_offline, prepare_cpu_environment
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError, EngineError, RequestError
 
 _log = logging.getLogger(__name__)
 
 
 class Phases:
-    """The steps of starting up, with their seconds, in order."""
+    """The steps of starting up, with their seconds, in order; and a way to end a start that nobody wants any more."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._stopped = threading.Event()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure the body of a `with` as phase `name`."""
+        """Measure the body of a `with` as phase `name`. Raises: EngineError: `stop` was called."""
+        self.check()
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def stop(self) -> None:
+        """Make the thread that loads give up at its next phase, or its next tensor."""
+        self._stopped.set()
+
+    def check(self) -> None:
+        """Raises: EngineError: `stop` was called."""
+        if self._stopped.is_set():
+            raise EngineError("Loading was stopped.")
 
     def report(self) -> str:
         """One line: each phase and the sum."""
@@ -108,7 +120,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     # On a CPU, a precision left open means packed weights and fp32 activations (quant/cpu.py).
     pack = device.is_cpu and config.model.dtype == "auto" and config.load.load_format != "dummy"
     dtype = "float32" if pack else config.model.dtype
-    with phases("weights"), _bar(config.load.use_tqdm_on_load) as progress:
+    with phases("weights"), _bar(config.load.use_tqdm_on_load, phases.check) as progress:
         model = load_model(
             source,
             dtype=dtype,
@@ -200,16 +212,17 @@ def _template(config: EngineConfig, tokenizer: Any) -> Any:
 
 
 @contextmanager
-def _bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar of bytes read, or None."""
+def _bar(show: bool, check: Callable[[], None]) -> Iterator[Callable[[int, int], None]]:
+    """What is told of each tensor that was read: draws a progress bar if that is wanted, and calls `check`."""
     if not show:
-        yield None
+        yield lambda _done, _total: check()
         return
     from tqdm.auto import tqdm
 
     with tqdm(desc="Weights", unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
+            check()
             bar.total = total
             bar.update(done - bar.n)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from .batch import Batch, BatchBuilder
 from .flight import Flight
 from .graphs import Eager, Graphs
 from .slots import Rows
+from .workers import Workers
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: 256 x 152k x 4 bytes = 156 MB
 
@@ -90,7 +91,7 @@ class Runner:
         self.graphs: Graphs = graphs or Eager()
         self.rows = Rows(limits.rows, limits.max_model_len, limits.groups, limits.block_size, device.torch)
         self.batches = BatchBuilder(self.rows, limits.max_tokens, limits.max_seqs, device, limits.depth + 1)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tinyserve-step")
+        self._worker = Workers("tinyserve-step")
         self._closed = False
 
     def launch(self, step: StepInput) -> Flight:
@@ -125,7 +126,7 @@ class Runner:
         if self._closed:
             return
         self._closed = True
-        self._worker.shutdown(wait=True)
+        self._worker.close()
         self.graphs.close()
         del self.model, self.sampler, self.rows, self.batches
         self.device.release_unused()
