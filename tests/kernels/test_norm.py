@@ -36,6 +36,20 @@ def test_add_rms_norm_is_its_reference(device, dtype, rows, width):
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_add_rms_norm_adds_up_parts(device, dtype, parts):
+    """Breaks if only the first part of a split product joins the stream."""
+    x = randn(3, 576, dtype=dtype, device=device)
+    delta = randn(parts, 3, 576, dtype=torch.float32, device=device, seed=2)
+    weight = randn(576, dtype=dtype, device=device, seed=1)
+
+    total, out = norm.add_rms_norm(x, delta, weight, 1e-6)
+    expected_total, expected = norm.add_rms_norm_reference(x, delta, weight, 1e-6)
+
+    assert_close(total, expected_total)
+    assert_close(out, expected)
+
+
 def test_the_reference_is_the_formula():
     """Breaks if the mean is replaced by a sum, or eps is added outside the root: 1/sqrt(12.5 + 0.5) by hand."""
     x = torch.tensor([[3.0, 4.0]])

@@ -48,7 +48,7 @@ def _function(kind: str):
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     """act(x) of a float32 tile."""
     if KIND == "silu":
         y = x * tl.sigmoid(x)
@@ -82,7 +82,7 @@ def _activation_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     x_row = x_ptr + row * x_stride
-    result = _activate(tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32), KIND)
+    result = activate(tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32), KIND)
     if GATED:
         result *= tl.load(x_row + width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + column, result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -145,6 +145,21 @@ def start_next(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def warm_rows(ptr, row, stride, LINES: tl.constexpr, PDL: tl.constexpr):
+    """Ask for the first LINES cache lines (128 bytes) of 2-byte rows to be brought to L2; where overlap is on."""
+    if PDL and LINES > 0:
+        place = ptr + row[:, None].to(tl.int64) * stride + (tl.arange(0, LINES) * 64)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [place.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 def shared_memory(tensor: torch.Tensor) -> int:
     """Bytes of shared memory that one program may take on the tensor's device."""
     return facts(tensor.device).shared

@@ -6,7 +6,9 @@ numbers instead of the 5·T·H of two kernels, and one launch instead of two. On
 registers, so the row is read once. Numbers are float32 between load and store.
 
 The sum is rounded to the stream's type first and the norm is taken of the rounded sum, so that what the next addition
-reads is exactly what was normalised. `offset` is 1.0 in the models (Gemma) whose checkpoints store weight - 1.
+reads is exactly what was normalised. delta may come in parts, [P, T, H] float32, as a product that was split along K
+leaves it (`skinny_gemm.py`): they are added up here. `offset` is 1.0 in the models (Gemma) whose checkpoints store
+weight - 1.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, equation 4.
 
@@ -53,23 +55,24 @@ def add_rms_norm_reference(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of `add_rms_norm`, with its arguments."""
-    total = x + delta
+    total = x + delta if delta.dim() == 2 else (x.float() + delta.sum(0)).to(x.dtype)
     return total, rms_norm_reference(total, weight, eps, offset=offset)
 
 
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,  # [T, H]
-    delta_ptr,  # [T, H]; read if ADD
+    delta_ptr,  # [T, H], or [PARTS, T, H] float32; read if PARTS > 0
     weight_ptr,  # [H]
-    total_ptr,  # [T, H] contiguous; written if ADD
+    total_ptr,  # [T, H] contiguous; written if PARTS > 0
     out_ptr,  # [T, H] contiguous
     x_stride,  # elements between rows
     delta_stride,  # elements between rows
+    part_stride,  # elements between parts
     eps,
     offset,
     H: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,  # 0: nothing is added
     BLOCK: tl.constexpr,  # a power of two, at least H
     PDL: tl.constexpr,
 ):
@@ -80,8 +83,12 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
     wait_inputs(PDL)
     value = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(delta_ptr + row * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        place = delta_ptr + row * delta_stride + column
+        delta = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            delta += tl.load(place + part * part_stride, mask=inside, other=0.0).to(tl.float32)
+        value += delta
         rounded = value.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * H + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -119,7 +126,7 @@ def add_rms_norm(
 
     Args:
         x: [T, H], the residual stream; rows may lie apart; not changed.
-        delta: [T, H], what the last block put out; same type.
+        delta: [T, H], what the last block put out, in x's type; or [P, T, H] float32, parts that add up to it.
         weight, eps, offset: as for `rms_norm`.
 
     Returns:
@@ -131,8 +138,8 @@ def add_rms_norm(
     if not use_kernel(x):
         return add_rms_norm_reference(x, delta, weight, eps, offset=offset)
     _check("add_rms_norm", x, weight)
-    check_rows("add_rms_norm: delta", delta, x.shape[1])
-    if delta.shape != x.shape or delta.dtype != x.dtype:
+    check_rows("add_rms_norm: delta", delta if delta.dim() == 2 else delta.flatten(0, 1), x.shape[1])
+    if delta.shape[-2:] != x.shape or delta.dtype != (x.dtype if delta.dim() == 2 else torch.float32):
         raise ValueError(
             f"add_rms_norm: x is {list(x.shape)} {x.dtype}, delta is {list(delta.shape)} {delta.dtype}; they must agree"
         )
@@ -158,6 +165,7 @@ def _launch(x, delta, weight, total, out, eps, offset) -> None:
     # The number of rows is no part of the choice: another number of warps adds in another order.
     options = choose("rms_norm", x, {"num_warps": row_warps(block)}, width=width)
     add = delta is not None
+    parts = (delta.shape[0] if delta.dim() == 3 else 1) if add else 0
     _rms_norm_kernel[(tokens,)](
         x,
         delta if add else x,
@@ -165,11 +173,12 @@ def _launch(x, delta, weight, total, out, eps, offset) -> None:
         total if add else out,
         out,
         x.stride(0),
-        delta.stride(0) if add else 0,
+        delta.stride(-2) if add else 0,
+        delta.stride(0) if parts > 1 else 0,
         eps,
         offset,
         H=width,
-        ADD=add,
+        PARTS=parts,
         BLOCK=block,
         **options,
         **overlap(x),

@@ -20,6 +20,7 @@ from ..kernels.attention_decode import attention_decode
 from ..kernels.attention_prefill import attention_prefill
 from ..kernels.rope import qk_norm_rope_write
 from ..kv.groups import LayerKV
+from .fold import Normed, Product, handed_on
 from .linear import Linear
 from .norm import RMSNorm
 from .rope import Rope
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         """Use these tensors from now on; must come before the first forward."""
         self.cache = cache
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor | Normed, batch: Batch) -> Tensor | Product:
         """[T, H] -> [T, H]"""
         cache = self.cache
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -139,7 +140,7 @@ class Attention(nn.Module):
             weight_offset=0.0 if q_norm is None else q_norm.offset,
             memo=batch.memo,
         )
-        return self.out(self._attend(q, batch).flatten(1))
+        return handed_on(self.out, self._attend(q, batch).flatten(1), x)
 
     def _attend(self, q: Tensor, batch: Batch) -> Tensor:
         """[T, Hq, D] -> [T, Hq, D]; decodes first, then the rest, each by its kernel."""

@@ -5,7 +5,7 @@ parts, so the weight table of a model file stays a list of names, and a format (
 that holds only its share of a larger one (tensor parallelism) has a `shard` that cuts the stored tensors; by default
 it is whole.
 
-Before: quant/.  After: layers/attention.py, layers/mlp.py, models/decoder.py.
+Before: quant/, fold.py.  After: layers/attention.py, layers/mlp.py, models/decoder.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..kernels.activation import gated_activation
+from ..kernels.launch import use_kernel
 from ..quant.format import Stored, WeightFormat
 from ..quant.plain import Plain
+from .fold import Normed
 
 
 class Shard(Protocol):
@@ -104,9 +107,31 @@ class Linear(nn.Module):
         """All parts are loaded."""
         self.format.finish(self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def folds(self) -> bool:
+        """Whether the format's kernels take in what stands around the product (fold.py)."""
+        return getattr(self.format, "folds", False)
+
+    def forward(self, x: Tensor | Normed) -> Tensor:
         """[T, inputs] -> [T, outputs]"""
+        if isinstance(x, Normed):
+            x, norm = self._taken(x)
+            if norm is not None:
+                return self.format.product(x, self, norm=norm)
         return self.format.matmul(x, self)
+
+    def gated(self, x: Tensor | Normed, kind: str) -> Tensor:
+        """act(first half) * (second half) of the product: [T, inputs] -> [T, outputs / 2]. kind: the activation."""
+        x, norm = self._taken(x) if isinstance(x, Normed) else (x, None)
+        if use_kernel(x) and self.folds:
+            return self.format.product(x, self, norm=norm, gate=kind)
+        return gated_activation(self.format.matmul(x, self), kind)
+
+    def _taken(self, x: Normed) -> tuple[Tensor, tuple[Tensor, float, float] | None]:
+        """The input of the product, and the norm that the product is to take in."""
+        if self.folds and x.done is None:
+            return x.x, (x.weight, x.eps, x.offset)
+        return x.value(), None
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {'+'.join(map(str, self.parts))}, {type(self.format).__name__}"

@@ -1,6 +1,6 @@
 """The gated feed-forward block: two products, one activation between them.
 
-Before: kernels/activation.py, layers/linear.py.  After: the Layer of every dense model.
+Before: kernels/activation.py, layers/linear.py, layers/fold.py.  After: the Layer of every dense model.
 
 Source: "GLU Variants Improve Transformer", arXiv:2002.05202.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..kernels.activation import gated_activation
+from .fold import Normed, Product, handed_on
 from .linear import Linear
 
 
@@ -29,6 +29,6 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden, (inner, inner), bias=bias)
         self.down = Linear(inner, (hidden,), bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Normed) -> Tensor | Product:
         """[T, H] -> [T, H]"""
-        return self.down(gated_activation(self.gate_up(x), self.kind))
+        return handed_on(self.down, self.gate_up.gated(x, self.kind), x)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..kernels.launch import use_kernel
 from ..kernels.norm import add_rms_norm, rms_norm
 from ..quant.format import Stored
+from .fold import Normed, Product
 
 
 class RMSNorm(nn.Module):
@@ -56,8 +58,20 @@ class RMSNorm(nn.Module):
         """[T, H] -> [T, H]"""
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Tensor | Product | None) -> tuple[Tensor, Tensor]:
         """Return the stream x + delta, and its norm. delta: what the last block computed; None before the first."""
+        if isinstance(delta, Product):
+            x, delta = (delta.onto(x), None) if x.shape[0] == 1 else (x, delta.parts())
         if delta is None:
             return x, rms_norm(x, self.weight, self.eps, offset=self.offset)
         return add_rms_norm(x, delta, self.weight, self.eps, offset=self.offset)
+
+    def fold(self, x: Tensor, delta: Tensor | Product | None) -> tuple[Tensor, Tensor | Normed]:
+        """As `add`, for a block that can take the norm into its products: on a GPU the norm comes as a Normed."""
+        if not use_kernel(x):
+            return self.add(x, delta)
+        if x.shape[0] == 1 and not isinstance(delta, Tensor):
+            x = x if delta is None else delta.onto(x)
+            return x, Normed(x, self.weight, self.eps, self.offset)
+        x, normed = self.add(x, delta)
+        return x, Normed(x, self.weight, self.eps, self.offset, normed)

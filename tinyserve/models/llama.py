@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..layers.attention import Attention, Batch, Heads
+from ..layers.fold import Delta
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
@@ -45,10 +46,10 @@ class Layer(nn.Module):
         self.mlp_norm = norm(hidden)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch) -> tuple[Tensor, Delta]:
         """x: [T, H] stream; delta: [T, H] output of the last block, not added yet."""
-        x, h = self.attn_norm.add(x, delta)
-        x, h = self.mlp_norm.add(x, self.attn(h, batch))
+        x, h = self.attn_norm.fold(x, delta)
+        x, h = self.mlp_norm.fold(x, self.attn(h, batch))
         return x, self.mlp(h)
 
 
