@@ -132,6 +132,10 @@ class ServerOptions:
     return_tokens_as_token_ids: bool = option(False, "write logprob tokens as token_id:N")
     shutdown_timeout: float = option(15.0, "seconds to let running requests end after SIGTERM or Ctrl-C", low=0.0)
     metrics_prefix: str = option("tinyserve:", "prefix of metric names; vllm: fits dashboards made for vLLM")
+    sse_keep_alive_interval: float = option(
+        15.0, "seconds of silence after which a stream gets a comment, so that proxies keep it open; 0: never", low=0.0
+    )
+    enable_admin_routes: bool = option(False, "routes that pause, abort and reset caches; guarded by the API keys")
     max_body_bytes: int = option(16 * 1024**2, "largest request body; more is a 413", low=1024)
     max_messages: int = option(10_000, "most messages of a chat request; more is a 413", low=1)
 
@@ -239,7 +243,7 @@ NOT_YET = {
     "profiler_config": None, "middleware": None, "enable_prompt_embeds": None, "api_server_count": None,
     "performance_mode": None, "max_cudagraph_capture_size": None, "task": None, "disable_fastapi_docs": None,
     "uvicorn_log_level": None, "disable_uvicorn_access_log": None, "disable_log_requests": None,
-    "tokenizer_mode": None, "tokenizer_revision": None, "sse_keep_alive_interval": None, "hf_token": None,
+    "tokenizer_mode": None, "tokenizer_revision": None, "hf_token": None,
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """The chat route: order of a stream, usage, logprobs, template options, and what is refused."""
 
+import asyncio
+
 import pytest
 
 from .conftest import FakeEngine, client_of, events, refused, strict
@@ -322,3 +324,21 @@ def test_a_request_id_cannot_forge_log_lines(run, caplog, name):
 
     assert body["id"].isprintable() and body["id"].startswith("chatcmpl-a?")
     assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("url", "body"), [(URL, HI), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})]
+)
+def test_a_silent_stream_gets_comments(run, url, body):
+    """Queued for 0.3 s with an interval of 0.05: comments come first, then the answer as ever; 0 sends none."""
+
+    async def go(interval):
+        engine = FakeEngine(queued=asyncio.Event())
+        asyncio.get_running_loop().call_later(0.3, engine.queued.set)
+        async with client_of(engine, sse_keep_alive_interval=interval) as client:
+            response = await client.post(url, json={**body, "stream": True})
+        return response.text
+
+    noisy, quiet = run(go(0.05)), run(go(0))
+    assert noisy.startswith(": ") and 2 <= noisy.count(": still working\n\n") <= 7
+    assert "working" not in quiet and noisy.count("data: ") == quiet.count("data: ")

@@ -75,6 +75,19 @@ COMPLETION = record(
     ), "Choice index = prompt index * n + answer index."),
     usage=USAGE,
 )  # fmt: skip
+RESPONSE = record(
+    "Also repeats what was asked.",
+    id="string", object="string", created_at="integer", model="string",
+    status={"type": "string", "enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
+    error=or_null(record(code="string", message="string")),
+    incomplete_details=or_null(record(reason="string")),
+    output=rows("object", "Items of type message, reasoning and function_call."),
+    usage=or_null(record(
+        input_tokens="integer", input_tokens_details=record(cached_tokens="integer"), output_tokens="integer",
+        output_tokens_details=record(reasoning_tokens="integer"), total_tokens="integer",
+    )),
+)  # fmt: skip
+DELETED = record(id="string", object="string", deleted="boolean")
 MODEL = record(
     id="string", object="string", created="integer", owned_by="string", root="string", parent="string?",
     max_model_len=of("integer", "Tokens of prompt and answer together."), permission=rows("object"),

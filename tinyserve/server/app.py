@@ -23,8 +23,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
-from . import admin, docs, models, tokens
-from .errors import Failure, HeadersTooLarge, Unauthorized, describe
+from . import admin, docs, models, responses, tokens
+from .errors import Failure, HeadersTooLarge, Unauthorized, answer_to, describe
 from .face import Service
 from .openai_chat import chat_completions
 from .openai_completions import completions
@@ -41,6 +41,10 @@ Handler = Callable[[Request, Service], Awaitable[Any]]
 _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", responses.create),
+    ("GET", "/v1/responses/{response_id}", responses.retrieve),
+    ("DELETE", "/v1/responses/{response_id}", responses.delete),
+    ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{name:path}", models.one_model),
     ("POST", "/tokenize", tokens.tokenize),
@@ -148,7 +152,7 @@ class Guard:
         except Exception as error:
             failure = _of_router(error, scope) if isinstance(error, HTTPException) else describe(error)
             if state.status is None:
-                await failure.response()(scope, receive, state.send)
+                await answer_to(scope, failure)(scope, receive, state.send)
 
     def _check(self, scope: Any) -> None:
         headers = scope["headers"]

@@ -2,6 +2,8 @@
 
     {"error": {"message": ..., "type": ..., "param": dotted field or null, "code": text or the status}}
 
+or, below /v1/messages, in Anthropic's: {"type": "error", "error": {"type", "message"}}.
+
 A RequestError is the sender's fault and its text is shown; of an unexpected exception only the fact is shown, the rest
 goes to the log.
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import orjson
 from attrs import field, frozen
@@ -26,6 +29,10 @@ _TYPES = {
     405: "MethodNotAllowed", 408: "RequestTimeout", 413: "RequestTooLarge", 415: "UnsupportedMediaType",
     431: "RequestHeaderFieldsTooLarge", 500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError",
+}  # fmt: skip
+_ANTHROPIC = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 
 
@@ -45,9 +52,16 @@ class Failure:
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
         return orjson.dumps({"error": error})
 
-    def response(self) -> Response:
-        """The HTTP answer."""
-        return Response(self.body(), self.status, headers=dict(self.headers), media_type="application/json")
+    def anthropic_body(self) -> bytes:
+        """The JSON object in Anthropic's shape."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message}})
+
+
+def answer_to(scope: Mapping[str, Any], failure: Failure) -> Response:
+    """The HTTP answer, in the shape that clients of the asked path expect."""
+    body = failure.anthropic_body() if "/v1/messages" in scope["path"] else failure.body()
+    return Response(body, failure.status, headers=dict(failure.headers), media_type="application/json")
 
 
 class TooLarge(RequestError):

@@ -18,6 +18,7 @@ from ..config import EngineConfig
 from ..errors import Overloaded, UnknownModel
 from ..request import BeamSearchParams, Output, SamplingParams
 from ..telemetry import NoMetrics
+from .responses_store import Store
 
 
 class EngineFace(Protocol):
@@ -62,12 +63,14 @@ class Service:
         engine: None while the model loads.
         draining: no new request is taken any more.
         inflight: HTTP requests that are being answered.
+        responses: those that are kept; see responses.py.
     """
 
     config: EngineConfig
     engine: EngineFace | None = None
     draining: bool = False
     inflight: int = 0
+    responses: Store = field(factory=Store)
     created: int = field(factory=lambda: int(time.time()))
 
     def ready(self) -> EngineFace:

@@ -129,6 +129,11 @@ class Fields:
         """Whether the field is there and not null."""
         return self.raw(name) is not None
 
+    def holds(self, name: str) -> bool:
+        """Whether this body declares the field, and it is there."""
+        declared = self._declared is None or name in self._declared.params
+        return declared and self.raw(name) is not None
+
     def wrong(self, name: str, expected: str) -> RequestError:
         """The error for a field of a wrong type."""
         value = shown(self.values.get(name))

@@ -25,14 +25,14 @@ from ..request import Output, Usage
 from . import answers
 from .beam import beam_outputs, read_beam
 from .bodies import CHAT, EFFORTS
-from .errors import TooLarge
+from .errors import Failure, TooLarge
 from .face import Service
 from .fields import Fields, read_body
 from .logprobs import chat_logprobs, prompt_logprobs
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .schema import facts
-from .sse import Generation, Tally
+from .sse import DONE, Generation, Tally, openai_failed
 
 
 @frozen(kw_only=True)
@@ -93,7 +93,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None)
     else:
         outputs = engine.generate(ids, sampling, request_id=request_id, **more)
-    return Generation([outputs], shape.n, writer, stream=stream.stream)
+    return Generation([outputs], shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval)
 
 
 def name_of(request: Request, fields: Fields) -> str:
@@ -204,10 +204,14 @@ class ChatWriter:
         return b"".join(parts)
 
     def last_events(self) -> bytes:
-        """The usage chunk, if asked for."""
+        """The usage chunk, if asked for, and [DONE]."""
         if not self._stream.include_usage:
-            return b""
-        return self._head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n"
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
+
+    def failed(self, failure: Failure) -> bytes:
+        """The error as an event, and [DONE]."""
+        return openai_failed(failure)
 
     def _first(self, output: Output) -> bytes:
         delta = orjson.dumps({"role": self._shape.role, "content": ""})

@@ -22,6 +22,7 @@ from ..request import Output
 from . import answers
 from .beam import beam_outputs, read_beam
 from .bodies import COMPLETION
+from .errors import Failure
 from .face import EngineFace, Service
 from .fields import Fields, read_body
 from .logprobs import TextLogprobs, joined, prompt_logprobs
@@ -29,7 +30,7 @@ from .openai_chat import name_of
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .schema import facts
-from .sse import Generation, Tally
+from .sse import DONE, Generation, Tally, openai_failed
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 16384  # prompts times answers
@@ -96,7 +97,7 @@ async def completions(request: Request, service: Service) -> Generation:
             engine.generate(prompt.ids, sampling, request_id=f"{request_id}-{number}", **more)
             for number, prompt in enumerate(prompts)
         ]
-    return Generation(sources, shape.n, writer, stream=stream.stream)
+    return Generation(sources, shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval)
 
 
 def read_prompts(fields: Fields) -> list[str | list[int]]:
@@ -233,10 +234,14 @@ class CompletionWriter:
         return b'%b{"index":%d,"text":%b,%b}]%b}\n\n' % (self._head, output.index, orjson.dumps(text), tail, usage)
 
     def last_events(self) -> bytes:
-        """The usage chunk, if asked for."""
+        """The usage chunk, if asked for, and [DONE]."""
         if not self._stream.include_usage:
-            return b""
-        return self._head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n"
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
+
+    def failed(self, failure: Failure) -> bytes:
+        """The error as an event, and [DONE]."""
+        return openai_failed(failure)
 
     # ---- one object
 

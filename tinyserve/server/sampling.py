@@ -46,16 +46,16 @@ def read_sampling(
     """
     _refuse_formats(fields)
     values: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
-    values |= {name: fields.raw(name) for name in _NUMBERS if fields.given(name)}
-    values |= {name: fields.flag(name) for name in _FLAGS if fields.given(name)}
+    values |= {name: fields.raw(name) for name in _NUMBERS if fields.holds(name)}
+    values |= {name: fields.flag(name) for name in _FLAGS if fields.holds(name)}
     values |= _lists(fields)
-    if fields.given("logit_bias"):
+    if fields.holds("logit_bias"):
         values["logit_bias"] = fields.mapping("logit_bias")
-    if fields.given("repetition_detection"):
+    if fields.holds("repetition_detection"):
         values["repetition_detection"] = fields.mapping("repetition_detection")
     values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     values |= decided
-    if fields.given("stop_token_ids") and "stop_token_ids" in defaults:
+    if fields.holds("stop_token_ids") and "stop_token_ids" in defaults:
         values["stop_token_ids"] = [*defaults["stop_token_ids"], *values["stop_token_ids"]]
     return SamplingParams(**values)
 
@@ -63,18 +63,17 @@ def read_sampling(
 def _lists(fields: Fields) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in ("stop", "bad_words"):
-        if isinstance(fields.raw(name), str):
-            values[name] = fields.raw(name)
-        elif fields.given(name):
-            values[name] = fields.items(name, str, "a string or a list of strings")
+        if fields.holds(name):
+            text = isinstance(fields.raw(name), str)
+            values[name] = fields.raw(name) if text else fields.items(name, str, "a string or a list of strings")
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-        if fields.given(name):
+        if fields.holds(name):
             values[name] = fields.items(name, int, "a list of token ids")
     return values
 
 
 def _refuse_formats(fields: Fields) -> None:
-    wanted = fields.inner("response_format")
+    wanted = fields.inner("response_format") if fields.holds("response_format") else None
     if wanted is None:
         return
     kind = wanted.choice("type", ("text", "json_object", "json_schema", "structural_tag"))

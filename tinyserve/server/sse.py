@@ -1,16 +1,18 @@
 """One generation on the wire: a JSON answer or server-sent events, and an end when the client goes away.
 
 The HTTP status is sent with the first output, not before, so that whatever can go wrong until then is an HTTP error.
-After it, an error is an event of its own, and the stream still ends with [DONE]. While the answer is being made,
-`receive` is watched: when the client is gone, the generator is closed, and that aborts the request in the engine,
-running or waiting.
+After it, an error is an event of its own, and the stream still ends as its protocol says. While the answer is being
+made, `receive` is watched: when the client is gone, the generator is closed, and that aborts the request in the engine,
+running or waiting. A stream that is silent for long (a queue, a long prompt) gets a comment now and then, so that no
+proxy takes it for dead; by then the request is known to be valid, so nothing is lost by sending the status.
 
-Before: face.py, errors.py.  After: openai_chat.py and openai_completions.py (which write the events).
+Before: face.py, errors.py.  After: the protocol files, which write the events.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -21,13 +23,14 @@ import orjson
 from attrs import evolve
 
 from ..request import Output, Usage
-from .errors import describe
+from .errors import Failure, answer_to, describe
 
 _AT_ONCE = 32
 _NAMED = 20  # alternatives of a position, at most, as far as the size of an answer goes
 OFF_LOOP = 2048  # tokens and log-probabilities in an answer; writing more takes over 2 ms and is done in a thread
 DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS = [
+COMMENT = b": still working\n\n"
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the events
@@ -42,7 +45,11 @@ class Writer(Protocol):
         ...
 
     def last_events(self) -> bytes:
-        """Events after all answers ended, before [DONE]."""
+        """Events after all answers ended: whatever ends a stream."""
+        ...
+
+    def failed(self, failure: Failure) -> bytes:
+        """The events that end a started stream after an error."""
         ...
 
     def add(self, output: Output) -> None:
@@ -60,18 +67,32 @@ class Generation:
     Args:
         sources: one generator per prompt; the outputs of source i get index i * n + their own.
         n: answers per prompt.
+        keep_alive: seconds of silence after which a stream gets a comment; 0: never.
     """
 
-    def __init__(self, sources: Sequence[AsyncIterator[Output]], n: int, writer: Writer, *, stream: bool) -> None:
+    def __init__(
+        self,
+        sources: Sequence[AsyncIterator[Output]],
+        n: int,
+        writer: Writer,
+        *,
+        stream: bool,
+        keep_alive: float = 0.0,
+    ) -> None:
         self._sources = sources
         self._n = n
         self._writer = writer
         self._stream = stream
+        self._keep_alive = keep_alive
         self._started = False
+        self._sent = time.monotonic()
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
+            if self._stream and self._keep_alive:
+                tasks.start_soon(self._break_silence, send)
             try:
                 await self._answer(send)
             except Exception as error:
@@ -91,7 +112,7 @@ class Generation:
                 elif events := await _written(partial(self._writer.events, output), weight):
                     await self._send(send, events)
         if self._stream:
-            await self._send(send, self._writer.last_events() + DONE, more=False)
+            await self._send(send, self._writer.last_events(), more=False)
         else:
             body = await _written(self._writer.body, size)
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
@@ -99,17 +120,30 @@ class Generation:
             await send({"type": "http.response.body", "body": body})
 
     async def _send(self, send: Any, data: bytes, *, more: bool = True) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sent = time.monotonic()
+
+    async def _break_silence(self, send: Any) -> None:
+        while True:
+            await anyio.sleep(self._sent + self._keep_alive - time.monotonic())
+            if time.monotonic() - self._sent >= self._keep_alive and not self._sending.locked():
+                await self._send(send, COMMENT)
 
     async def _fail(self, error: Exception, scope: Any, receive: Any, send: Any) -> None:
         failure = describe(error)
         if self._started:
-            await self._send(send, b"data: " + failure.body() + b"\n\n" + DONE, more=False)
+            await self._send(send, self._writer.failed(failure), more=False)
         else:
-            await failure.response()(scope, receive, send)
+            await answer_to(scope, failure)(scope, receive, send)
+
+
+def openai_failed(failure: Failure) -> bytes:
+    """How a stream of chunks ends after an error: the error, then [DONE]."""
+    return b"data: " + failure.body() + b"\n\n" + DONE
 
 
 def _weight(output: Output) -> int:

@@ -1,0 +1,221 @@
+"""The responses API: POST /v1/responses makes one; GET, cancel and DELETE reach those that are kept.
+
+    items -> chat messages -> template and tokenizer -> engine.generate -> ResponseWriter -> events or one object
+
+A response is kept unless `store` is false, so that a later one can go on from it and GET can show it. In the background
+it is made whoever is connected; its events can be followed again from any of them.
+
+Before: responses_items.py, responses_writer.py, responses_store.py.  After: sse.py (sends it), app.py.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..errors import ContextLengthExceeded, RequestError
+from ..request import SamplingParams
+from . import answers
+from .face import EngineFace, Service
+from .fields import Fields, read_body
+from .openai_chat import name_of
+from .requestlog import log_request
+from .responses_items import BODY, LOGPROBS, read_input
+from .responses_store import Follow, Kept, Run
+from .responses_writer import ResponseWriter, Shape, stamp
+from .sampling import read_sampling, request_options
+from .schema import Param, facts, flag, integer, text
+from .sse import Generation
+
+_ID = [Param("response_id", text(), "The id of a kept response.")]
+_FOLLOW = [
+    Param("stream", flag(), "Follow its events; only of background responses with stream.", False),
+    Param("starting_after", integer(0), "Sequence number of the last event that is known already."),
+]
+
+
+@facts("Responses", "Make a response", body=BODY, answer=answers.RESPONSE, stream=True)
+async def create(request: Request, service: Service) -> Any:
+    """The model's answer to a list of items; may be kept, and made in the background.
+
+    Raises: RequestError, Overloaded, EngineDead; all before the first byte.
+    """
+    engine = service.ready()
+    options = service.config.server
+    fields = await read_body(request, options, BODY)
+    model = service.model_name(fields.text("model"))
+    name = "resp_" + uuid.uuid4().hex  # never the sender's: who knows the id may read the response
+    stream, background = fields.flag("stream"), fields.flag("background")
+    if background and not fields.flag("store", True):
+        fields.refuse("background", "needs store: true, or nobody could get the response.")
+    _refuse_tools(fields)
+    logprobs = _logprobs(fields)
+    most = fields.integer("max_output_tokens", engine.default_sampling.get("max_tokens"))
+    if most is not None and most < 1:
+        fields.refuse("max_output_tokens", f"must be at least 1, got {most}.")
+    sampling = read_sampling(
+        fields, engine.default_sampling, stream=stream or background, max_tokens=most, logprobs=logprobs
+    )
+    more = request_options(fields)
+    before = service.responses.get(fields.text("previous_response_id")).conversation if _goes_on(fields) else []
+    messages = read_input(fields, before)
+    ids = await _encoded(engine, fields, messages, service)
+    log_request(service.config.log, f"{name} {name_of(request, fields)}", sampling, len(ids), messages)
+    kept: Kept | None = None
+
+    def ended() -> None:
+        if kept is not None and (kept.run is None or name in service.responses.kept):  # else it was deleted
+            kept.conversation = [*kept.conversation, *writer.messages()]
+            service.responses.put(name, kept)
+
+    shape = Shape(tokenizer=engine.tokenizer, prompt_tokens=len(ids), logprobs=logprobs, ended=ended)
+    writer = ResponseWriter(_head(fields, name, model, sampling), shape)
+    outputs = engine.generate(ids, sampling, request_id=name, **more)
+    if fields.flag("store", True):
+        said = messages[1:] if fields.given("instructions") else messages
+        kept = Kept(writer, list(said))
+    if not background:
+        return Generation([outputs], 1, writer, stream=stream, keep_alive=options.sse_keep_alive_interval)
+    service.responses.make_room()
+    kept.run = _started(service, writer, outputs, keep_events=stream)
+    service.responses.put(name, kept)
+    return Follow(kept.run, 0, options.sse_keep_alive_interval) if stream else _json(writer.snapshot())
+
+
+def _started(service: Service, writer: ResponseWriter, outputs: Any, *, keep_events: bool) -> Run:
+    """A run that counts as a request in flight, so that a server that stops waits for it."""
+
+    def ended() -> None:
+        service.inflight -= 1
+
+    service.inflight += 1
+    return Run(writer, outputs, ended, keep_events=keep_events)
+
+
+@facts("Responses", "Look at a response", answer=answers.RESPONSE, stream=True, query=_FOLLOW, path=_ID,
+       refusals=(400, 404))  # fmt: skip
+async def retrieve(request: Request, service: Service) -> Any:
+    """A kept response as it is now, or with stream=true its events from one on."""
+    kept = service.responses.get(request.path_params["response_id"])
+    start = _starting_after(request)
+    if request.query_params.get("stream", "false").lower() not in ("true", "1"):
+        return _json(kept.writer.snapshot())
+    if kept.run is None or kept.run.events is None:
+        raise RequestError("Only a response made with background and stream can be followed.", param="stream")
+    return Follow(kept.run, start, service.config.server.sse_keep_alive_interval)
+
+
+@facts("Responses", "Cancel a response", answer=answers.RESPONSE, path=_ID, refusals=(400, 404))
+async def cancel(request: Request, service: Service) -> Response:
+    """End a response that is made in the background; one that has ended stays as it is."""
+    kept = service.responses.get(request.path_params["response_id"])
+    if kept.run is None:
+        raise RequestError("Only a response made in the background can be cancelled.", param="response_id")
+    kept.run.cancel()
+    await kept.run.ended()
+    return _json(kept.writer.snapshot())
+
+
+@facts("Responses", "Forget a response", answer=answers.DELETED, path=_ID, refusals=(404,))
+async def delete(request: Request, service: Service) -> Response:
+    """Forget a kept response; one that is still being made ends."""
+    name = request.path_params["response_id"]
+    service.responses.delete(name)
+    return _json({"id": name, "object": "response", "deleted": True})
+
+
+def _refuse_tools(fields: Fields) -> None:
+    if fields.given("tools") and fields.raw("tools") and fields.raw("tool_choice") != "none":
+        fields.refuse("tools", "tool calls are not supported here yet; with tool_choice 'none' the tools are ignored.")
+    if fields.raw("tool_choice") not in (None, "none", "auto"):
+        fields.refuse("tool_choice", "there are no tools.")
+    form = fields.inner("text")
+    kind = (form.mapping("format") or {}).get("type", "text") if form is not None else "text"
+    if kind != "text":
+        fields.refuse("text", f"format {kind!r} is not supported here yet; only 'text' is.")
+
+
+def _goes_on(fields: Fields) -> bool:
+    return bool(fields.text("previous_response_id"))
+
+
+def _starting_after(request: Request) -> int:
+    given = request.query_params.get("starting_after", "-1")
+    try:
+        return max(int(given[:20]), -1) + 1
+    except ValueError:
+        raise RequestError("starting_after must be a sequence number.", param="starting_after") from None
+
+
+def _logprobs(fields: Fields) -> int | None:
+    top = fields.integer("top_logprobs", 0)
+    if top < 0:
+        fields.refuse("top_logprobs", f"must not be negative, got {top}.")
+    return top if LOGPROBS in (fields.items("include", str) or ()) else None
+
+
+async def _encoded(
+    engine: EngineFace, fields: Fields, messages: Sequence[Mapping[str, Any]], service: Service
+) -> list[int]:
+    """Ids of the conversation. With truncation "auto" the oldest messages that are not the system's are left out
+    until the rest fits."""
+    kwargs = {**service.config.server.default_chat_template_kwargs, **(fields.mapping("chat_template_kwargs") or {})}
+    reasoning = fields.inner("reasoning")
+    if reasoning is not None and reasoning.given("effort"):
+        kwargs = {"reasoning_effort": reasoning.text("effort"), **kwargs}
+    auto = fields.choice("truncation", ("auto", "disabled"), "disabled") == "auto"
+    dropped = 0
+    while True:
+        try:
+            return await engine.encode_chat(
+                _without_oldest(messages, dropped), add_generation_prompt=True, chat_template_kwargs=kwargs
+            )
+        except ContextLengthExceeded:
+            dropped = dropped * 2 or 1
+            if not auto or dropped >= 2 * len(messages):
+                raise
+
+
+def _without_oldest(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Without the first `count` messages, but with the system's and the last one."""
+    body, last = messages[:-1], messages[-1:]
+    old = [index for index, message in enumerate(body) if message["role"] not in ("system", "developer")][:count]
+    return [message for index, message in enumerate(body) if index not in set(old)] + list(last)
+
+
+def _head(fields: Fields, name: str, model: str, sampling: SamplingParams) -> dict[str, Any]:
+    """The members of the object that do not change: what was asked, defaults filled in."""
+    reasoning = fields.mapping("reasoning") or {}
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": stamp(),
+        "model": model,
+        "background": fields.flag("background"),
+        "instructions": fields.text("instructions"),
+        "max_output_tokens": fields.integer("max_output_tokens"),
+        "max_tool_calls": None,
+        "metadata": fields.mapping("metadata") or {},
+        "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
+        "previous_response_id": fields.text("previous_response_id"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "service_tier": "default",
+        "store": fields.flag("store", True),
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": fields.raw("tool_choice") or ("auto" if fields.given("tools") else "none"),
+        "tools": fields.items("tools") or [],
+        "top_logprobs": fields.integer("top_logprobs", 0),
+        "top_p": sampling.top_p,
+        "truncation": fields.text("truncation", "disabled"),
+        "user": fields.raw("user"),
+    }
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

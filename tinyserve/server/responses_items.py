@@ -1,0 +1,161 @@
+"""What POST /v1/responses may hold, and its input items as the chat messages that a template reads.
+
+    "Hi" | [message, function_call, function_call_output, reasoning ...]  ->  [{"role", "content", ...} ...]
+
+A conversation goes on by `previous_response_id` (the server kept its messages) or by sending all items again.
+
+Before: schema.py, bodies.py.  After: responses.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import RequestError, shown
+from .bodies import EFFORTS, INT64, MODEL, PENALTIES, TOOLS
+from .fields import Fields
+from .schema import (
+    Body,
+    Param,
+    choice,
+    documented,
+    either,
+    flag,
+    harmless,
+    inside,
+    integer,
+    listed,
+    mapping,
+    refusal,
+    sampled,
+    text,
+    tokens,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+Message = dict[str, Any]
+_TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
+_ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+
+BODY = Body("ResponseRequest", [
+    MODEL,
+    Param("input", documented({"anyOf": [{"type": "string"}, _ITEMS]}, "a text or a list of items", str, list),
+          "A text, or items of type message, function_call, function_call_output and reasoning.", required=True),
+    Param("instructions", text(), "A system message in front; not kept for a later previous_response_id."),
+    Param("previous_response_id", text(), "Go on after this stored response."),
+    Param("max_output_tokens", integer(), "Most tokens of the answer; default: the rest of the context."),
+    *PENALTIES,
+    Param("stop", either(text(), listed(text()), expected="a string or a list of strings"),
+          "Texts that end the answer."),
+    Param("stop_token_ids", tokens(), "Ids that end the answer."),
+    sampled("min_tokens", "No end before so many tokens."),
+    Param("include_stop_str_in_output", flag(), "Show the stop string as well.", False),
+    Param("ignore_eos", flag(), "Go on after the model's end token.", False),
+    Param("skip_special_tokens", flag(), "Leave special tokens out of the text.", True),
+    Param("logit_bias", mapping(), "Token id -> -100..100, added to its logit."),
+    Param("top_logprobs", integer(), "Alternatives for each token, with include.", 0),
+    Param("include", listed(choice(LOGPROBS, "reasoning.encrypted_content"), f"a list of {LOGPROBS}"),
+          f"{LOGPROBS} adds log-probabilities to the text."),
+    Param("text", inside(
+        Param("format", inside(Param("type", choice("text", "json_object", "json_schema"), required=True))),
+        *harmless("verbosity"),
+    ), "The form that the answer must have."),
+    Param("reasoning", inside(Param("effort", choice(*EFFORTS), "Handed to the chat template."),
+                              *harmless("summary", "generate_summary")), "How much to think first."),
+    *TOOLS,
+    Param("stream", flag(), "Send the answer as events.", False),
+    Param("background", flag(), "Answer at once, compute on; look at it with GET.", False),
+    Param("store", flag(), "Keep the answer for GET and previous_response_id, as long as there is room.", True),
+    Param("metadata", mapping(), "Kept and given back."),
+    Param("truncation", choice("auto", "disabled"), "auto: leave out the middle's oldest messages when the context is "
+          "too short.", "disabled"),
+    Param("chat_template_kwargs", mapping(), "Variables for the chat template."),
+    Param("cache_salt", text(), "Cached prefixes are shared only among requests with an equal one."),
+    Param("priority", integer(*INT64), "Lower runs earlier, with --scheduling-policy priority.", 0),
+    Param("request_id", text(), "For the server's log; the header X-Request-Id wins."),
+    *refusal("structured_outputs", off=[{}]),
+    *refusal("prompt", why="stored prompts are not kept here; send instructions and input."),
+    *refusal("conversation", why="conversations are not kept here; use previous_response_id."),
+    *refusal("max_tool_calls", why="no tool runs on the server, so there is nothing to count."),
+    *refusal("kv_transfer_params", "vllm_xargs", off=[{}]),
+    *refusal("previous_input_messages", "enable_response_messages", off=[False, []]),
+    *harmless("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+              "stream_options"),
+])  # fmt: skip
+
+
+def read_input(fields: Fields, before: list[Message]) -> list[Message]:
+    """The conversation: instructions, what was said before, and the new items. Raises: RequestError."""
+    messages = [{"role": "system", "content": fields.text("instructions")}] if fields.given("instructions") else []
+    given = fields.raw("input")
+    if isinstance(given, str):
+        return [*messages, *before, {"role": "user", "content": given}]
+    if not given:
+        fields.refuse("input", "at least one item is needed.")
+    items: list[Message] = []
+    for index, item in enumerate(given):
+        if not isinstance(item, Mapping):
+            raise RequestError(f"input[{index}] must be an object, got {shown(item)}.", param=f"input[{index}]")
+        _add(items, item, f"input[{index}]")
+    return [*messages, *before, *items]
+
+
+def _add(messages: list[Message], item: Mapping[str, Any], place: str) -> None:
+    """Append an item; calls and thoughts join the assistant's message that they belong to."""
+    kind = item.get("type") or "message"
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise _wrong(f"{place}.role", "user, assistant, system or developer", role)
+        content = _text(item.get("content"), f"{place}.content")
+        last = messages[-1] if messages else {}
+        if role == "assistant" and last.get("role") == "assistant" and not last.get("content"):
+            last["content"] = content  # the thought or the call that came before it is part of the same message
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        call = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call_id = item.get("call_id") or item.get("id")
+        _assistant(messages).setdefault("tool_calls", []).append(
+            {"id": call_id, "type": "function", "function": call}
+        )  # fmt: skip
+    elif kind == "function_call_output":
+        content = _text(item.get("output"), f"{place}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        thought = _text(parts, f"{place}.content")
+        if thought:
+            messages.append({"role": "assistant", "content": "", "reasoning": thought})
+    else:
+        known = "message, function_call, function_call_output or reasoning"
+        raise _wrong(f"{place}.type", known, kind)
+
+
+def _assistant(messages: list[Message]) -> Message:
+    """The last message if it is the assistant's, else a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        raise _wrong(place, "a text or a list of parts", content)
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        found = part.get("refusal" if kind == "refusal" else "text") if kind in {*_TEXTS, "refusal"} else None
+        if not isinstance(found, str):
+            raise _wrong(f"{place}[{index}]", "a part with a text (input_text, output_text or refusal)", part)
+        texts.append(found)
+    return "\n".join(texts)
+
+
+def _wrong(place: str, expected: str, value: Any) -> RequestError:
+    return RequestError(f"{place} must be {expected}, got {shown(value)}.", param=place)
