@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from ..checks import MAX_TOKEN_LIST
 from ..config import ServerOptions
 from ..errors import RequestError, shown
+from .amount import check_amount
 from .errors import BodyTimeout, TooLarge
 from .schema import Body
 
@@ -42,14 +43,13 @@ async def read_body(request: Request, options: ServerOptions, body: Body) -> Fie
 async def read_json(request: Request, max_bytes: int, max_messages: int) -> Fields:
     """The body of a POST as an object.
 
-    Raises: RequestError: wrong media type or JSON; TooLarge: above `max_bytes`, or above `max_messages` messages.
+    Raises: RequestError: wrong media type or JSON; TooLarge: above `max_bytes` or `max_messages` messages, or so many
+    values that parsing them would stop everybody else (amount.py).
     """
     _check_media_type(request)
     body = await _read_body(request, max_bytes)
     if len(body) > OFF_LOOP_BYTES:
-        # Counted before parsing: a million tiny objects would hold the interpreter lock for a third of a second.
-        if body.count(b'"role"') > max_messages:
-            raise TooLarge(f"The request has more than {max_messages} messages.", param="messages")
+        await asyncio.to_thread(check_amount, body, max_bytes, max_messages)
         value = await asyncio.to_thread(_parse, body)
     else:
         value = _parse(body)
