@@ -61,18 +61,87 @@ def rope(kind: str, **more) -> dict:
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def make(name: str, **changes) -> transformers.PretrainedConfig:
+    """A small config of the class `name`Config."""
+    return getattr(transformers, f"{name}Config")(**SIZES | changes)
+
+
+def longrope(dim: int, original: int) -> dict:
+    """LongRoPE over `dim` numbers, trained on `original` positions of SIZES' 128."""
+    steps = [1.0 + 0.1 * index for index in range(dim // 2)]
+    return {
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "short_factor": steps,
+            "long_factor": [3 * step for step in steps],
+        },
+    }
+
+
+KINDS3 = ["sliding_attention", "full_attention", "sliding_attention"]
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+# Two of each family, so that each switch of the family is on in one and off in another.
 CONFIGS = {
     "llama": llama,
-    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, hidden_act="gelu"),
     "llama-linear": lambda: llama(**rope("linear")),
     "llama-llama3": lambda: llama(**rope("llama3", **LLAMA3)),
     "llama-yarn": lambda: llama(**rope("yarn", original_max_position_embeddings=32)),
+    "llama-longrope": lambda: llama(**longrope(20, 32)),
     "mistral": mistral,
+    "ministral": lambda: make("Ministral", head_dim=16, sliding_window=5, layer_types=KINDS3),
+    "seed-oss": lambda: make("SeedOss", head_dim=20, attention_bias=True, attention_out_bias=False),
+    "seed-oss-biases": lambda: make(
+        "SeedOss", head_dim=16, attention_bias=False, attention_out_bias=True, mlp_bias=True
+    ),
     "qwen2": qwen2,
     "qwen2-window": lambda: qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "qwen3": qwen3,
+    "qwen3-biases": lambda: qwen3(attention_bias=True, tie_word_embeddings=False, head_dim=12),
     "gemma3": gemma3,
-}
+    "gemma3-biases": lambda: gemma3(final_logit_softcapping=None, attention_bias=True),
+    "smollm3": lambda: make("SmolLM3", num_hidden_layers=4, no_rope_layer_interval=2),
+    "smollm3-window": lambda: make(
+        "SmolLM3", no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=5, attention_bias=True,
+        mlp_bias=True,
+    ),
+    "gemma": lambda: make("Gemma", head_dim=20),
+    "gemma-biases": lambda: make("Gemma", head_dim=16, attention_bias=True, num_key_value_heads=1),
+    "gemma2": lambda: make("Gemma2", head_dim=20, query_pre_attn_scalar=30, sliding_window=6),
+    "gemma2-plain": lambda: make(
+        "Gemma2", head_dim=16, attn_logit_softcapping=3.0, final_logit_softcapping=7.0, layer_types=KINDS3[::-1],
+        sliding_window=4, attention_bias=True,
+    ),
+    "phi3": lambda: make("Phi3", sliding_window=7),
+    "phi3-longrope": lambda: make("Phi3", **longrope(12, 32)),
+    "phi3-short": lambda: make("Phi3", tie_word_embeddings=True, **longrope(12, 128)),
+    "olmo2": lambda: make("Olmo2"),
+    "olmo2-biases": lambda: make("Olmo2", attention_bias=True, **rope("yarn", original_max_position_embeddings=32)),
+    "olmo3": lambda: make("Olmo3", num_hidden_layers=4, sliding_window=5),
+    "olmo3-yarn": lambda: make("Olmo3", sliding_window=6, layer_types=KINDS3, rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        "full_attention": rope("yarn", original_max_position_embeddings=32)["rope_parameters"],
+    }),
+    "granite": lambda: make(
+        "Granite", embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.6, logits_scaling=0.5
+    ),
+    "granite-biases": lambda: make(
+        "Granite", attention_bias=True, mlp_bias=True, attention_multiplier=0.2, tie_word_embeddings=True
+    ),
+    "glm": lambda: make("Glm", head_dim=16),
+    "glm4": lambda: make("Glm4", head_dim=16),
+    "glm4-plain": lambda: make("Glm4", head_dim=20, attention_bias=False, **PARTIAL),
+    "cohere": lambda: make("Cohere", logit_scale=2.0),
+    "cohere-norms": lambda: make("Cohere", logit_scale=0.7, use_qk_norm=True, attention_bias=True),
+    "cohere2": lambda: make("Cohere2", head_dim=16, num_hidden_layers=4, sliding_window=5, logit_scale=1.5),
+    "cohere2-listed": lambda: make("Cohere2", head_dim=12, layer_types=KINDS3, sliding_window=4, logit_scale=1.0),
+    "exaone4": lambda: make("Exaone4", head_dim=16, sliding_window=5, sliding_window_pattern=3),
+    "exaone4-full": lambda: make("Exaone4", head_dim=20, sliding_window=None, layer_types=["full_attention"] * 3),
+}  # fmt: skip
 
 
 def save(name: str, folder: Path, *, seed: int = 0, shard_size: str = "5GB") -> Path:

@@ -72,10 +72,12 @@ def test_dtype_rule(asked, stored, device, expected):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"hidden_act": "mish"}, "hidden_act='mish'"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention", "linear"]}, "'linear'"),
+        ({"architectures": ["Phi3ForCausalLM"], "attention_bias": True}, "attention_bias=True"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "'longrope'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 4.0}}, "'spiral'"),
         ({"architectures": ["RwkvForCausalLM"]}, "LlamaForCausalLM"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
@@ -160,6 +162,8 @@ def test_sizes_that_cannot_be_are_refused_by_name(key):
         {"rope_scaling": {"rope_type": "linear", "factor": 0}}, {"rope_scaling": {"rope_type": [], "factor": 2.0}},
         {"quantization_config": 5}, {"hidden_act": []}, {"tie_word_embeddings": 3},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "x"}},
+        {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, {"partial_rotary_factor": 1.5},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
     ],
 )  # fmt: skip
 def test_other_values_of_a_wrong_kind_are_one_line(changes):

@@ -27,7 +27,7 @@ from ..layers.linear import Linear
 from ..quant.format import Stored, WeightFormat
 from ..quant.plain import Plain
 from .dummy import noise
-from .table import Weights, sources
+from .table import Piece, Row, Weights, find, pieces, sources
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; may be called from any thread, one call at a time
 ChooseFormat = Callable[[str, Linear, tuple[Stored, ...]], WeightFormat]  # path, layer, the weight of each part
@@ -37,7 +37,7 @@ MAX_THREADS = 8
 
 
 class Target(Protocol):
-    """A layer that wants tensors: Linear, Embedding, RMSNorm."""
+    """A layer that wants tensors: Linear, Embedding, a norm."""
 
     parts: tuple[int, ...]
     names: tuple[str, ...]
@@ -107,39 +107,51 @@ def plan_load(
     """
     plan = Plan()
     modules = dict(targets(model))
+    kv_heads = getattr(getattr(model, "config", None), "num_kv_heads", 1)
     for path, target in modules.items():
-        names = sources(weights, path)
+        names = sources(weights, path, len(target.parts))
         owner = (tied or {}).get(path)
         if owner is not None and not any(f"{name}.weight" in tensors for name in names):
-            names = sources(weights, owner)
+            row, names = find(weights, owner), sources(weights, owner)
         else:
-            owner = None
+            row, owner = find(weights, path), None
         if len(names) != len(target.parts):
             raise CheckpointError(f"{path}: {len(target.parts)} parts, but the family's table names {len(names)}.")
-        stored = [tensors.get(f"{name}.weight") for name in names]
-        if isinstance(target, Linear) and format_for is not None and None not in stored:
-            target.format = format_for(path, target, tuple(stored))
+        jobs, wrong = match(target, row, names, tensors, kv_heads)
+        stored = tuple(job.stored for job in jobs if job.name == "weight")
+        if isinstance(target, Linear) and format_for is not None and not wrong and len(stored) == len(names):
+            target.format = format_for(path, target, stored)
+            jobs, wrong = match(target, row, names, tensors, kv_heads)
         if owner is not None and type(target.format) is Plain:  # any other format packs a copy of its own
             plan.shared.append((target, modules[owner]))
-        else:
-            add_jobs(plan, target, names, tensors)
+            continue
+        wanted = [f"{module}.{name}" for module in dict.fromkeys(names) for name in target.names]
+        plan.jobs.extend(jobs)
+        plan.wrong.extend(wrong)
+        plan.missing.extend(name for name in wanted if name not in tensors)
+        plan.read.update(name for name in wanted if name in tensors)
     return plan
 
 
-def add_jobs(plan: Plan, target: Target, modules: tuple[str, ...], tensors: Mapping[str, Stored]) -> None:
-    """Plan every tensor of one layer; `modules` are the checkpoint's, one per part."""
+def match(
+    target: Target, row: Row, modules: tuple[str, ...], tensors: Mapping[str, Stored], kv_heads: int
+) -> tuple[list[Job], list[str]]:
+    """Return a job for each tensor of one layer that is there, and a line about each that has another shape.
+
+    Args: row: of the table; modules: the checkpoint's, one per part.
+    """
+    jobs, wrong = [], []
     for part, module in enumerate(modules):
         for name in target.names:
-            full = f"{module}.{name}"
-            stored = tensors.get(full)
-            if stored is None:
-                plan.missing.append(full)
+            full, wanted = f"{module}.{name}", target.shape(name, part)
+            if full not in tensors:
                 continue
-            plan.read.add(full)
-            wanted = target.shape(name, part)
+            parts = pieces(row, tensors[full], target.parts, kv_heads)
+            stored = tensors[full] if parts is None else parts[part]
             if wanted is not None and stored.shape != wanted:
-                plan.wrong.append(f"{full} is {list(stored.shape)}, the model needs {list(wanted)}")
-            plan.jobs.append(Job(target, name, part, stored))
+                wrong.append(f"{full} is {list(stored.shape)}, the model needs {list(wanted)}")
+            jobs.append(Job(target, name, part, stored))
+    return jobs, wrong
 
 
 def check(plan: Plan, tensors: Mapping[str, Stored]) -> None:
@@ -185,9 +197,14 @@ def load(
         if id(target) not in shared:
             target.allocate(dtype, device)
     place = {id(stored): number for number, stored in enumerate(tensors.values())}
-    run(sorted(plan.jobs, key=lambda job: place[id(job.stored)]), progress)
+    run(sorted(plan.jobs, key=lambda job: place[id(origin(job.stored))]), progress)
     for head, owner in plan.shared:
         head.share(owner.weight)
+
+
+def origin(stored: Stored) -> Stored:
+    """Return the tensor of the file that `stored` is, or is a piece of."""
+    return stored.whole if isinstance(stored, Piece) else stored
 
 
 def load_dummy(

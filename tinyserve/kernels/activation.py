@@ -5,12 +5,13 @@
     gelu_tanh  x · sigmoid(2u), u = sqrt(2/π) · (x + 0.044715 x³): the usual tanh form, as 1 + tanh(u) = 2 · sigmoid(2u)
     relu       max(x, 0)
     relu2      max(x, 0)²
+    xielu      p·x² + β·x above zero, n·(e^min(x, ε) - 1 - x) + β·x below: a function of its own, as p and n are learned
 
 One program takes one piece of one row; the gated form reads 2·T·I numbers and writes T·I, in one launch instead of two.
 Numbers are float32 between load and store: act(gate) is not rounded before the product.
 
 Source: Hendrycks and Gimpel, arXiv:1606.08415 (GELU and SiLU); Shazeer, arXiv:2002.05202 (gated); So et al.,
-arXiv:2109.08668 (squared ReLU).
+arXiv:2109.08668 (squared ReLU); Huang and Schlag, arXiv:2411.13010 (xIELU).
 
 Before: the MLP's first product.  After: its second.
 """
@@ -39,6 +40,13 @@ def gated_activation_reference(gate_up: torch.Tensor, kind: str) -> torch.Tensor
 def activation_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The specification of `activation`, with its arguments."""
     return _function(kind)(x.float()).to(x.dtype)
+
+
+def xielu_reference(x: torch.Tensor, positive: float, negative: float, *, beta: float, eps: float) -> torch.Tensor:
+    """The specification of `xielu`, with its arguments."""
+    wide = x.float()
+    below = (torch.expm1(wide.clamp(max=eps)) - wide) * negative
+    return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
 
 
 def _function(kind: str):
@@ -86,6 +94,53 @@ def _activation_kernel(
     if GATED:
         result *= tl.load(x_row + width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + column, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _xielu_kernel(
+    x_ptr,  # [T, I]
+    out_ptr,  # [T, I] contiguous
+    x_stride,  # elements between rows
+    width,  # I
+    positive,
+    negative,
+    beta,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    low = tl.where(x > eps, eps, x)
+    # exp(x) - 1 loses all digits near zero; there its series is exact to 1e-8 of x.
+    grown = tl.where(low > -0.01, low * (1.0 + low * (0.5 + low * 0.16666667)), tl.exp(low) - 1.0)
+    curved = tl.where(x > 0.0, positive * x * x, (grown - x) * negative)
+    tl.store(out_ptr + row * width + column, (curved + beta * x).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def xielu(x: torch.Tensor, positive: float, negative: float, *, beta: float, eps: float) -> torch.Tensor:
+    """The activation xIELU.
+
+    Args:
+        x: [T, I]; rows may lie apart.
+        positive, negative: curvature above and below zero.
+        beta: slope at zero.
+        eps: a small negative number, where the exponential is cut off.
+
+    Returns:
+        [T, I] in x's type, contiguous.
+    """
+    if not use_kernel(x):
+        return xielu_reference(x, positive, negative, beta=beta, eps=eps)
+    check_rows("xielu", x)
+    tokens, width = x.shape
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    if out.numel():
+        block = min(next_power_of_2(width), 1024)
+        grid = (tokens, cdiv(width, block))
+        _xielu_kernel[grid](x, out, x.stride(0), width, positive, negative, beta, eps, BLOCK=block, num_warps=4)
+    return out
 
 
 def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:

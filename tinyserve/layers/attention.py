@@ -23,7 +23,7 @@ from ..kv.groups import LayerKV
 from .fold import Normed, Product, handed_on
 from .linear import Linear
 from .norm import RMSNorm
-from .rope import Rope
+from .rope import Alibi, Rope
 
 
 class Batch(Protocol):
@@ -63,6 +63,21 @@ class Heads:
     dim: int
 
 
+@frozen
+class Scores:
+    """How a query weighs the keys that it sees.
+
+    Args:
+        scale: factor on the scores; 1/sqrt(D) when None.
+        window: a query sees this many positions, itself included; None for all.
+        softcap: scores become cap * tanh(scores / cap); 0 for none.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float = 0.0
+
+
 @frozen(eq=False)
 class LayerCache:
     """Where one layer keeps its keys and values: two tensors [B, kv heads, block size, D], and the KV group that says
@@ -79,13 +94,12 @@ class Attention(nn.Module):
     Args:
         hidden: size of the stream.
         heads: the head counts and size.
-        rope: the rotation of q and k, shared by many layers; None for no rotation.
-        scale: factor on the scores; 1/sqrt(D) when None.
-        window: a query sees this many positions, itself included; None for all.
+        rope: the rotation of q and k or the bias by distance, shared by many layers; None for neither.
+        scores: how queries weigh keys.
         qkv_bias, out_bias: whether the projections have biases.
         qk_norm: makes the norm over one head from its size; called once for q, once for k. None for no norm.
-
-    The soft-cap on scores and attention sinks get their keyword with the first family that needs them.
+        adjust: a module that changes the product [T, (Hq + 2 Hkv) D] before all else: a norm that is none over one head
+            (layers/norm.py::QKNorms), a clamp. None leaves it as it is.
     """
 
     def __init__(
@@ -93,60 +107,72 @@ class Attention(nn.Module):
         hidden: int,
         heads: Heads,
         *,
-        rope: Rope | None,
-        scale: float | None = None,
-        window: int | None = None,
+        rope: Rope | Alibi | None,
+        scores: Scores = Scores(),
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: Callable[[int], RMSNorm] | None = None,
+        adjust: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.heads = heads
         self.rope = rope
-        self.scale = heads.dim**-0.5 if scale is None else scale
-        self.window = window
+        self.scale = heads.dim**-0.5 if scores.scale is None else scores.scale
+        self.scores = scores
         self.qkv = Linear(
             hidden, (heads.queries * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim), bias=qkv_bias
         )
         self.out = Linear(heads.queries * heads.dim, (hidden,), bias=out_bias)
         self.q_norm = qk_norm(heads.dim) if qk_norm else None
         self.k_norm = qk_norm(heads.dim) if qk_norm else None
+        self.adjust = adjust
         self.cache: LayerCache | None = None
+        # A norm after the rotation: the rotation keeps the length, so the kernel may normalise first, by weights of 1.
+        # Both weights then go to q, as only the product of q and k counts.
+        self.late_weight: Tensor | None = None
 
     def layer_kv(self) -> LayerKV:
         """What this layer keeps of each token."""
-        return LayerKV(self.heads.kv, self.heads.dim, self.window)
+        return LayerKV(self.heads.kv, self.heads.dim, self.scores.window)
 
     def bind(self, cache: LayerCache) -> None:
-        """Use these tensors from now on; must come before the first forward."""
+        """Use these tensors from now on; must come before the first forward, and after the weights are loaded."""
         self.cache = cache
+        if self.q_norm is not None and self.rope is not None and self.rope.before_norm:
+            self.late_weight = (self.q_norm.weight + self.q_norm.offset) * (self.k_norm.weight + self.k_norm.offset)
 
     def forward(self, x: Tensor | Normed, batch: Batch) -> Tensor | Product:
         """[T, H] -> [T, H]"""
-        cache = self.cache
-        q_norm, k_norm = self.q_norm, self.k_norm
+        cache, rope = self.cache, self.rope
+        q_norm, late = self.q_norm, self.late_weight
+        qkv = self.qkv(x)
         q = qk_norm_rope_write(
-            self.qkv(x),
+            qkv if self.adjust is None else self.adjust(qkv),
             batch.positions,
-            None if self.rope is None else self.rope.cos_sin,
+            None if rope is None else rope.cos_sin,
             cache.k,
             cache.v,
             batch.slots_to_write[cache.group],
             num_heads=self.heads.queries,
             num_kv_heads=self.heads.kv,
-            q_weight=None if q_norm is None else q_norm.weight,
-            k_weight=None if k_norm is None else k_norm.weight,
+            q_weight=None if q_norm is None else q_norm.weight if late is None else torch.ones_like(late),
+            k_weight=None if q_norm is None else self.k_norm.weight if late is None else torch.ones_like(late),
             eps=1e-6 if q_norm is None else q_norm.eps,
-            weight_offset=0.0 if q_norm is None else q_norm.offset,
+            weight_offset=0.0 if q_norm is None or late is not None else q_norm.offset,
+            interleaved=rope is not None and rope.interleaved,
             memo=batch.memo,
         )
-        return handed_on(self.out, self._attend(q, batch).flatten(1), x)
+        mixed = self._attend(q if late is None else q * late, batch)
+        return handed_on(self.out, mixed.flatten(1), x)
 
     def _attend(self, q: Tensor, batch: Batch) -> Tensor:
         """[T, Hq, D] -> [T, Hq, D]; decodes first, then the rest, each by its kernel."""
         cache, decodes = self.cache, batch.num_decodes
         tables, lengths = batch.block_tables[cache.group], batch.seq_lens
-        options = {"scale": self.scale, "window": self.window or 0}
+        scores, rope = self.scores, self.rope
+        options = {"scale": self.scale, "window": scores.window or 0, "softcap": scores.softcap}
+        if rope is not None and rope.slopes is not None:
+            options["alibi_slopes"] = rope.slopes
         if decodes == batch.num_seqs:
             pages = (cache.k, cache.v, tables, lengths)
             return attention_decode(q, *pages, max_seq_len=batch.max_seq_len, memo=batch.memo, **options)

@@ -8,116 +8,29 @@ Before: checkpoint/source.py gives the dict.  After: models/<family>.py, models/
 
 from __future__ import annotations
 
-import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from attrs import frozen
 
 from ..errors import CheckpointError, UnsupportedModel, shown
-from ..layers.rope import RopeSpec, yarn_amplitude
+from ..layers.rope import RopeSpec, longrope_amplitude, yarn_amplitude
+from .hf import HF, LENGTH_KEYS
 
-_MISSING = object()
-
-# Keys that say nothing about the numbers of a forward pass, or are read elsewhere (ids by text/, dtype by the loader).
-HARMLESS_WORDS = """
-    _name_or_path transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_pdrop
-    embd_pdrop pretraining_tp bos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
-    cache_implementation architectures model_type auto_map return_dict output_hidden_states output_attentions
-    chunk_size_feed_forward problem_type id2label label2id task_specific_params torchscript use_bfloat16 is_decoder
-    is_encoder_decoder _attn_implementation_autoset name language custom_pipelines
-"""
-HARMLESS = frozenset(HARMLESS_WORDS.split())
-LENGTH_KEYS = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length",
-    "max_seq_length", "seq_len",
-)  # fmt: skip
-# Largest values that can be meant: what is above them is a damaged file, and would fill the memory instead of failing.
-SIZES = {
-    "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2**12, "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14, "head_dim": 2**14, "vocab_size": 2**26,
-    **dict.fromkeys((*LENGTH_KEYS, "original_max_position_embeddings"), 2**31 - 1),
-}  # fmt: skip
-POSITIVE = frozenset(
-    ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor",
-     "query_pre_attn_scalar", "attention_factor", "final_logit_softcapping")
-)  # fmt: skip
-FLAGS = frozenset(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "truncate"))
 # Kinds whose max_position_embeddings already is the stretched length.
 STRETCHED = frozenset(("yarn", "llama3", "longrope", "su", "deepseek_yarn"))
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+# Names in config.json -> kinds of kernels/activation.py. The tanh form of GELU has many names.
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu2",
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh"), "gelu_tanh"),
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_LENGTH = 2048  # when a checkpoint names no length at all
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {"float": "float32", "half": "float16"}
-
-
-class HF:
-    """A config.json (or a dict inside one) that remembers which of its keys were read.
-
-    Args:
-        raw: the parsed JSON.
-        where: how messages call it.
-    """
-
-    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
-        self.raw = dict(raw)
-        self.where = where
-        self.read: set[str] = set()
-        self.inner: dict[str, HF] = {}
-
-    def get(self, *spellings: str, default: Any = _MISSING) -> Any:
-        """Return the first of the spellings that is there and not null, else `default`.
-
-        Raises: CheckpointError: none is there, and there is no default; or the value is none that this key can have.
-        """
-        self.read.update(spellings)
-        for key in spellings:
-            if self.raw.get(key) is not None:
-                return self._checked(key, self.raw[key])
-        if default is _MISSING:
-            raise CheckpointError(f"{self.where} has no {' or '.join(map(repr, spellings))}, which this model needs.")
-        return default
-
-    def _checked(self, key: str, value: Any) -> Any:
-        """Hold the numbers that sizes are made of to what they can be; `1e999` and NaN are JSON for Python, too."""
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if key in SIZES and not (number and isinstance(value, numbers.Integral) and 1 <= value <= SIZES[key]):
-            raise CheckpointError(f"{self.where}: {key} is {shown(value)}, expected an integer from 1 to {SIZES[key]}.")
-        if key in POSITIVE and not (number and 0 < value < math.inf):
-            raise CheckpointError(f"{self.where}: {key} is {shown(value)}, expected a number above 0.")
-        if key in FLAGS and not isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {key} is {shown(value)}, expected true or false.")
-        return value
-
-    def expect(self, key: str, *allowed: Any) -> Any:
-        """Return a value that must be one of `allowed`; the first stands for an absent or null key.
-
-        Raises: UnsupportedModel: the value is another one, which this version cannot run faithfully.
-        """
-        value = self.get(key, default=allowed[0])
-        if value not in allowed:
-            names = ", ".join(repr(choice) for choice in allowed)
-            raise UnsupportedModel(f"{self.where} says {key}={shown(value)}; implemented for this family: {names}.")
-        return value
-
-    def sub(self, *spellings: str) -> HF | None:
-        """Return the dict under one of the spellings as a reader of its own, or None."""
-        raw = self.get(*spellings, default=None)
-        if raw is None:
-            return None
-        if not isinstance(raw, Mapping):
-            raise CheckpointError(f"{self.where}: {spellings[0]!r} is {shown(raw)}, expected an object.")
-        return self.inner.setdefault(spellings[0], HF(raw, f"{self.where}: {spellings[0]}"))
-
-    def unread(self) -> list[str]:
-        """Return the keys that nobody read and that could change the numbers. Null and false mean off."""
-        keys = [
-            key
-            for key, value in self.raw.items()
-            if key not in self.read and key not in HARMLESS and value is not None and value is not False
-        ]
-        return sorted(keys) + [f"{name}.{key}" for name, inner in self.inner.items() for key in inner.unread()]
 
 
 @frozen(kw_only=True)
@@ -148,36 +61,67 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
 
     @classmethod
-    def from_hf(cls, hf: HF, *, tied: bool = False, stretched: bool = False) -> ModelConfig:
-        """Read the keys that most families share.
+    def from_hf(
+        cls, hf: HF, *, tied: bool = False, stretched: bool = False, eps: float = 1e-6, inner: int | None = None
+    ) -> ModelConfig:
+        """Read the keys that most families share, in any of their spellings.
 
         Args:
             tied: the family's default of tie_word_embeddings.
             stretched: max_position_embeddings already includes a RoPE factor, whatever the kind (Gemma 3).
+            eps: the family's default of the norms' epsilon.
+            inner: the family's default of the feed-forward size, in units of the hidden size; None: it must be there.
 
         Raises: CheckpointError: a key is missing or the sizes contradict each other.
         """
         check_quantization(hf)
-        heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
+        heads, hidden = hf.get("num_attention_heads", "n_head"), hf.get("hidden_size", "n_embd")
         kv_heads = hf.get("num_key_value_heads", default=heads)
         head_dim = hf.get("head_dim", default=None) or hidden // heads
         if heads % kv_heads or min(heads, kv_heads, head_dim) <= 0:
             raise CheckpointError(f"{hf.where}: {heads} heads cannot share {kv_heads} key/value heads of {head_dim}.")
+        multiple = {} if inner is None else {"default": inner * hidden}
         return cls(
             architecture=architecture(hf),
             dtype=stored_dtype(hf),
             vocab_size=hf.get("vocab_size"),
             hidden=hidden,
-            inner=hf.get("intermediate_size"),
-            num_layers=hf.get("num_hidden_layers"),
+            inner=hf.get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", **multiple),
+            num_layers=hf.get("num_hidden_layers", "n_layer"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            norm_eps=hf.get("rms_norm_eps", default=1e-6),
+            norm_eps=hf.get(*EPSILONS, default=eps),
             max_model_len=context_length(hf, 1.0 if stretched else context_factor(hf)),
             tied_head=hf.get("tie_word_embeddings", default=tied),
             eos_ids=token_ids(hf, "eos_token_id"),
         )
+
+
+def activation(hf: HF, key: str = "hidden_act", default: str = "silu") -> str:
+    """Return the kind of activation (of kernels/activation.py) that config.json names. Raises: UnsupportedModel."""
+    return ACTIVATIONS[hf.expect(key, default, *ACTIVATIONS)]
+
+
+def windows(hf: HF, kinds: Sequence[str], default: int | None = None) -> list[int | None]:
+    """Return the window of each layer, whose kind is FULL or SLIDING. Args: default: the family's window."""
+    size = hf.get("sliding_window", default=default)
+    return [size if kind == SLIDING else None for kind in kinds]
+
+
+def layer_kinds(hf: HF, num_layers: int, every: int) -> list[str]:
+    """Return FULL or SLIDING for each layer: as listed, or else every `every`-th is full.
+
+    Raises: CheckpointError: the list has another length; UnsupportedModel: it names another kind.
+    """
+    kinds = hf.get("layer_types", default=None)
+    if kinds is None:
+        return [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise CheckpointError(f"{hf.where}: layer_types must name a kind for each of {num_layers} layers.")
+    if other := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
+        raise UnsupportedModel(f"{hf.where} says layer_types has {shown(other[0])}; implemented: {FULL}, {SLIDING}.")
+    return kinds
 
 
 def token_ids(hf: HF, key: str) -> tuple[int, ...]:
@@ -260,25 +204,48 @@ def context_factor(hf: HF) -> float:
     return rope.get("factor", default=1.0)
 
 
-def rope_spec(hf: HF, head_dim: int, *, rope: HF | None = None, theta: float = 10000.0) -> RopeSpec:
+def rope_spec(
+    hf: HF,
+    head_dim: int,
+    *,
+    rope: HF | None = None,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    interleaved: bool = False,
+) -> RopeSpec:
     """Read a rotation.
 
     Args:
         hf: the whole config: lengths, and `rope_theta` where it stands outside.
         rope: the dict that describes it; found by `rope_parameters` when None.
-        theta: the family's default.
+        theta, partial: the family's defaults: base of the frequencies, and which part of each head turns.
+        interleaved: the family turns pairs of neighbours.
 
-    Raises: UnsupportedModel: a kind that is not implemented, or rotation of a part of the head.
+    Raises: UnsupportedModel: a kind that is not implemented. CheckpointError: nothing, or more than the head, turns.
     """
     rope = rope or rope_parameters(hf) or HF({})
-    outer = hf.get("rope_theta", default=theta)
+    for reader in (hf, rope):
+        reader.get("original_max_position_embeddings", default=None)  # may stand in both, and beside kinds without it
+    outer = hf.get("rope_theta", "rotary_emb_base", default=theta)
+    outer_part = hf.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=partial)
     kind = rope.get("rope_type", "type", default="default")
-    reader: Callable[[HF, HF], dict[str, Any]] | None = _SPECS.get(kind)
-    if reader is None:
+    kind = SPELLINGS.get(kind, kind) if isinstance(kind, str) else kind
+    read: Callable[[HF, HF], dict[str, Any]] | None = _SPECS.get(kind)
+    if read is None:
         raise UnsupportedModel(f"RoPE of kind {kind!r} is not implemented; implemented are {', '.join(_SPECS)}.")
-    for where in (rope, hf):
-        where.expect("partial_rotary_factor", 1.0, 1)
-    return RopeSpec(kind=kind, dim=head_dim, theta=float(rope.get("rope_theta", default=outer)), **reader(hf, rope))
+    part = rope.get("partial_rotary_factor", default=outer_part)
+    theta = float(rope.get("rope_theta", default=outer))
+    turning = int(head_dim * part)
+    if not 0 < turning <= head_dim:
+        raise CheckpointError(f"{hf.where}: partial_rotary_factor {part} turns {turning} of {head_dim} numbers.")
+    own = read(hf, rope)
+    if not all(2 * len(own.get(name, ())) in (0, turning) for name in ("short", "long")):
+        raise CheckpointError(f"{rope.where}: short_factor and long_factor must have {turning // 2} numbers each.")
+    if kind == "proportional":
+        return RopeSpec(kind=kind, dim=head_dim, turning=turning, theta=theta, interleaved=interleaved, **own)
+    if own.keys() == {"alpha"}:  # the base is stretched once and for all
+        return RopeSpec(dim=turning, theta=theta * own["alpha"] ** (turning / (turning - 2)), interleaved=interleaved)
+    return RopeSpec(kind=kind, dim=turning, theta=theta, interleaved=interleaved, **own)
 
 
 def _original(hf: HF, rope: HF) -> int:
@@ -291,6 +258,10 @@ def _factor(hf: HF, rope: HF) -> dict[str, Any]:
 
 
 def _dynamic(hf: HF, rope: HF) -> dict[str, Any]:
+    if alpha := rope.get("alpha", default=None):
+        for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            rope.get(key, default=None)  # written beside alpha, and without any effect there
+        return {"alpha": float(alpha)}
     return {"factor": float(rope.get("factor")), "original": hf.get("max_position_embeddings")}
 
 
@@ -314,10 +285,30 @@ def _yarn(hf: HF, rope: HF) -> dict[str, Any]:
     }
 
 
+def _longrope(hf: HF, rope: HF) -> dict[str, Any]:
+    original = _original(hf, rope)
+    factor = float(rope.get("factor", default=None) or hf.get("max_position_embeddings") / original)
+    amplitude = rope.get("attention_factor", default=None)
+    return {
+        "factor": factor,
+        "original": original,
+        "amplitude": longrope_amplitude(factor, original) if amplitude is None else amplitude,
+        "short": tuple(map(float, rope.get("short_factor"))),
+        "long": tuple(map(float, rope.get("long_factor"))),
+    }
+
+
+def _proportional(hf: HF, rope: HF) -> dict[str, Any]:
+    return {"factor": float(rope.get("factor", default=1.0))}
+
+
+SPELLINGS = {"su": "longrope"}
 _SPECS: dict[str, Callable[[HF, HF], dict[str, Any]]] = {
     "default": lambda hf, rope: {},
     "linear": _factor,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
 }

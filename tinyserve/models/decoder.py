@@ -19,8 +19,8 @@ from ..kv.storage import layer_view
 from ..layers.attention import Attention, Batch, LayerCache
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
-from ..layers.norm import RMSNorm
-from ..layers.rope import Rope
+from ..layers.norm import LayerNorm, RMSNorm
+from ..layers.rope import Alibi, Rope
 from .config import ModelConfig
 
 
@@ -32,6 +32,8 @@ class Decoder(nn.Module):
         layer: makes layer i; a module `forward(x, delta, batch) -> (x, delta)` whose attention is called `attn`.
         norm: makes the last norm from its size.
         embed_scale: factor on the embedded tokens.
+        enter: a module `forward(x, positions) -> x` between the embedding and the first layer; None for nothing.
+        head_bias: whether the head has a bias.
         logit_cap: logits become cap * tanh(logits / cap); None for none.
         logit_scale: factor on the logits, before the cap.
     """
@@ -41,8 +43,10 @@ class Decoder(nn.Module):
         config: ModelConfig,
         layer: Callable[[int], nn.Module],
         *,
-        norm: Callable[[int], RMSNorm],
+        norm: Callable[[int], RMSNorm | LayerNorm],
         embed_scale: float = 1.0,
+        enter: nn.Module | None = None,
+        head_bias: bool = False,
         logit_cap: float | None = None,
         logit_scale: float = 1.0,
     ) -> None:
@@ -50,9 +54,10 @@ class Decoder(nn.Module):
         self.config = config
         self.vocab_size = config.vocab_size
         self.embed = Embedding(config.vocab_size, config.hidden, scale=embed_scale)
+        self.enter = enter
         self.layers = nn.ModuleList(layer(i) for i in range(config.num_layers))
         self.norm = norm(config.hidden)
-        self.head = Linear(config.hidden, (config.vocab_size,))
+        self.head = Linear(config.hidden, (config.vocab_size,), bias=head_bias)
         self.logit_cap = logit_cap
         self.logit_scale = logit_scale
 
@@ -60,9 +65,9 @@ class Decoder(nn.Module):
         """The attention of each layer, in order."""
         return [layer.attn for layer in self.layers]
 
-    def ropes(self) -> list[Rope]:
-        """The rotations that the layers share, each once."""
-        return [module for module in self.modules() if isinstance(module, Rope)]
+    def ropes(self) -> list[Rope | Alibi]:
+        """The rotations and biases by distance that the layers share, each once."""
+        return [module for module in self.modules() if isinstance(module, Rope | Alibi)]
 
     def kv_layers(self) -> list[LayerKV]:
         """What each layer keeps of every token, in order of the layers."""
@@ -83,6 +88,8 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return the hidden state of each token after the last norm, [T, H]; writes the tokens' keys and values."""
         x, delta = self.embed(batch.tokens), None
+        if self.enter is not None:
+            x = self.enter(x, batch.positions)
         for layer in self.layers:
             x, delta = layer(x, delta, batch)
         return self.norm.add(x, delta)[1]

@@ -13,13 +13,12 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..layers.attention import Attention, Batch, Heads
+from ..layers.attention import Attention, Batch, Heads, Scores
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
 from . import qwen3
-from .config import HF, ModelConfig, rope_parameters, rope_spec
+from .config import FULL, HF, SLIDING, ModelConfig, activation, layer_kinds, rope_parameters, rope_spec, windows
 from .decoder import Decoder
 
 WEIGHTS = qwen3.WEIGHTS | {
@@ -27,8 +26,6 @@ WEIGHTS = qwen3.WEIGHTS | {
     "layers.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
     "layers.*.mlp_post_norm": "model.layers.*.post_feedforward_layernorm",
 }
-FULL, SLIDING = "full_attention", "sliding_attention"
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
 class Layer(nn.Module):
@@ -50,28 +47,22 @@ class Layer(nn.Module):
         return x, self.mlp_post_norm(self.mlp(h))
 
 
-def layer_kinds(hf: HF, num_layers: int) -> list[str]:
-    """Return FULL or SLIDING for each layer: listed, or every sliding_window_pattern-th is full."""
-    pattern = hf.get("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    kinds = hf.get("layer_types", default=None)
-    if kinds is None:
-        return [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
-        raise CheckpointError(f"layer_types must name {FULL} or {SLIDING} for each of {num_layers} layers: {kinds}")
-    return kinds
+def ropes(hf: HF, head_dim: int, *, full: float = 1e6, local: float = 1e4) -> dict[str, Rope]:
+    """Return the rotation of each kind of layer, from the nested form (transformers 5) or the flat one.
 
-
-def ropes(hf: HF, head_dim: int) -> dict[str, Rope]:
-    """Return the rotation of each kind of layer, from the nested form (transformers 5) or the flat one."""
+    Args: full, local: the family's theta of full and of window layers. In the flat form only full layers are stretched.
+    """
     found = rope_parameters(hf)
     nested = found if found is not None and (FULL in found.raw or SLIDING in found.raw) else None
-    local = hf.get("rope_local_base_freq", default=10_000.0)
+    local = hf.get("rope_local_base_freq", default=local)
     if nested is None:
-        full = rope_spec(hf, head_dim, theta=1e6)
-        return {FULL: Rope(full), SLIDING: Rope(rope_spec(HF({}), head_dim, theta=local))}
+        return {
+            FULL: Rope(rope_spec(hf, head_dim, theta=full)),
+            SLIDING: Rope(rope_spec(HF({}), head_dim, theta=local)),
+        }
     parts = {FULL: nested.sub(FULL) or HF({}), SLIDING: nested.sub(SLIDING) or HF({})}
     return {
-        FULL: Rope(rope_spec(hf, head_dim, rope=parts[FULL], theta=1e6)),
+        FULL: Rope(rope_spec(hf, head_dim, rope=parts[FULL], theta=full)),
         SLIDING: Rope(rope_spec(HF({}), head_dim, rope=parts[SLIDING], theta=local)),
     }
 
@@ -79,15 +70,16 @@ def ropes(hf: HF, head_dim: int) -> dict[str, Rope]:
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf, tied=True, stretched=True)
-    activation = ACTIVATIONS[hf.expect("hidden_activation", *ACTIVATIONS)]
+    kind = activation(hf, "hidden_activation", "gelu_pytorch_tanh")
     hf.get("hidden_act", default=None)  # a leftover beside hidden_activation, which alone counts
     hf.expect("mlp_bias", False)
-    hf.expect("attn_logit_softcapping", None)
     hf.expect("use_bidirectional_attention", False)
     bias = hf.get("attention_bias", default=False)
     scale = hf.get("query_pre_attn_scalar", default=256) ** -0.5
-    window = hf.get("sliding_window", default=4096)
-    kinds = layer_kinds(hf, c.num_layers)
+    hf.expect("attn_logit_softcapping", None)
+    pattern = hf.get("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    kinds = layer_kinds(hf, c.num_layers, every=pattern)
+    window = windows(hf, kinds, 4096)
     rope = ropes(hf, c.head_dim)
     norm = partial(RMSNorm, eps=c.norm_eps, offset=1.0)
 
@@ -96,13 +88,12 @@ def build(hf: HF) -> Decoder:
             c.hidden,
             Heads(c.num_heads, c.num_kv_heads, c.head_dim),
             rope=rope[kinds[index]],
-            scale=scale,
-            window=window if kinds[index] == SLIDING else None,
+            scores=Scores(scale, window[index]),
             qkv_bias=bias,
             out_bias=bias,
             qk_norm=norm,
         )
-        return Layer(c.hidden, norm, attn, GatedMLP(c.hidden, c.inner, activation))
+        return Layer(c.hidden, norm, attn, GatedMLP(c.hidden, c.inner, kind))
 
     return Decoder(
         c, layer, norm=norm, embed_scale=c.hidden**0.5, logit_cap=hf.get("final_logit_softcapping", default=None)

@@ -1,4 +1,7 @@
-"""Llama: pre-norm, grouped-query attention with RoPE, SiLU-gated feed-forward; also the frame of Mistral and SmolLM.
+"""Llama: pre-norm, grouped-query attention with RoPE, SiLU-gated feed-forward; also the frame of its many relatives.
+
+Mistral and Ministral have windows, InternLM 3 and Seed-OSS biases of their own; the rest (Yi, Vicuna, TinyLlama,
+SmolLM 2, ...) use Llama's name.
 
 Before: models/config.py, layers/.  After: models/decoder.py runs it.
 
@@ -11,12 +14,12 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ..layers.attention import Attention, Batch, Heads
+from ..layers.attention import Attention, Batch, Heads, Scores
 from ..layers.fold import Delta
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
-from .config import HF, ModelConfig, rope_spec
+from .config import HF, SLIDING, ModelConfig, activation, layer_kinds, rope_spec, windows
 from .decoder import Decoder
 
 WEIGHTS = {
@@ -56,16 +59,21 @@ class Layer(nn.Module):
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf)
-    hf.expect("hidden_act", "silu")
-    window = hf.get("sliding_window", default=None) if c.architecture == "MistralForCausalLM" else None
-    bias = hf.get("attention_bias", default=False)
-    mlp_bias = hf.get("mlp_bias", default=False)
+    kind = activation(hf)
+    window = [None] * c.num_layers
+    if c.architecture == "MistralForCausalLM":
+        window = windows(hf, [SLIDING] * c.num_layers)
+    elif c.architecture == "MinistralForCausalLM":
+        window = windows(hf, layer_kinds(hf, c.num_layers, every=c.num_layers + 1), 4096)
+    biases = {"qkv_bias": hf.get("qkv_bias", "attention_bias", default=False)}
+    biases["out_bias"] = hf.get("attention_out_bias", "bias", "attention_bias", default=False)
+    mlp_bias = hf.get("mlp_bias", "bias", default=False)
     rope = Rope(rope_spec(hf, c.head_dim))
     norm = partial(RMSNorm, eps=c.norm_eps)
 
     def layer(index: int) -> Layer:
         heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)
-        attn = Attention(c.hidden, heads, rope=rope, window=window, qkv_bias=bias, out_bias=bias)
-        return Layer(c.hidden, norm, attn, GatedMLP(c.hidden, c.inner, "silu", bias=mlp_bias))
+        attn = Attention(c.hidden, heads, rope=rope, scores=Scores(window=window[index]), **biases)
+        return Layer(c.hidden, norm, attn, GatedMLP(c.hidden, c.inner, kind, bias=mlp_bias))
 
     return Decoder(c, layer, norm=norm)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..layers.attention import Attention, Heads
+from ..layers.attention import Attention, Heads, Scores
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
 from . import llama
-from .config import HF, ModelConfig, rope_spec
+from .config import HF, ModelConfig, activation, rope_spec
 from .decoder import Decoder
 from .qwen2 import windows
 
@@ -27,7 +27,7 @@ WEIGHTS = llama.WEIGHTS | {
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf)
-    hf.expect("hidden_act", "silu")
+    kind = activation(hf)
     hf.expect("mlp_bias", False)
     bias = hf.get("attention_bias", default=False)
     window = windows(hf, c.num_layers)
@@ -37,7 +37,7 @@ def build(hf: HF) -> Decoder:
     def layer(index: int) -> llama.Layer:
         heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)
         biases = {"qkv_bias": bias, "out_bias": bias}
-        attn = Attention(c.hidden, heads, rope=rope, window=window[index], qk_norm=norm, **biases)
-        return llama.Layer(c.hidden, norm, attn, GatedMLP(c.hidden, c.inner, "silu"))
+        attn = Attention(c.hidden, heads, rope=rope, scores=Scores(window=window[index]), qk_norm=norm, **biases)
+        return llama.Layer(c.hidden, norm, attn, GatedMLP(c.hidden, c.inner, kind))
 
     return Decoder(c, layer, norm=norm)

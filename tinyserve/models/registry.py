@@ -28,11 +28,27 @@ from .decoder import Decoder
 log = logging.getLogger(__name__)
 
 FAMILIES = {
+    "Cohere2ForCausalLM": "cohere",
+    "CohereForCausalLM": "cohere",
+    "Exaone4ForCausalLM": "exaone4",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "glm4",
+    "GraniteForCausalLM": "granite",
+    "InternLM3ForCausalLM": "llama",
     "LlamaForCausalLM": "llama",
+    "MiniCPMForCausalLM": "granite",
+    "MinistralForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3",
+    "SeedOssForCausalLM": "llama",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 TIED = {"head": "embed"}
 
@@ -97,7 +113,8 @@ def load_model(
         tensors = open_tensors(source, load_format, model)
         options = {"dtype": dtype, "device": device, "format_for": format_for, "progress": progress}
         # A tied head may still have a tensor of its own in the file; then the file is right.
-        weights = family(model.config.architecture).WEIGHTS
+        made = family(model.config.architecture)
+        weights, tensors = made.WEIGHTS, as_saved(made, tensors)
         load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
     try:
         for rope in model.ropes():
@@ -108,6 +125,20 @@ def load_model(
             "set a smaller max_position_embeddings with --hf-overrides."
         ) from error
     return model.eval()
+
+
+def as_saved(made: ModuleType, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return a checkpoint's tensors under the names of the family's WEIGHTS.
+
+    A family may say two things about old checkpoints. PREFIX: what the names of all tensors but the head's begin with;
+    a checkpoint saved from the bare model lacks it everywhere. COMPUTED: ends of names of tensors that the model
+    computes itself, such as causal masks.
+    """
+    kept = {name: stored for name, stored in tensors.items() if not name.endswith(getattr(made, "COMPUTED", ()))}
+    prefix = getattr(made, "PREFIX", "")
+    if any(name.startswith(prefix) for name in kept):
+        return kept
+    return {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in kept.items()}
 
 
 def open_tensors(source: Source, load_format: str, model: Decoder) -> dict[str, Stored]:
