@@ -1,0 +1,93 @@
+"""A family of models: how it thinks and how it calls tools, as data; and the table that this makes.
+
+A family's thinking can be combined with another one's calls (--reasoning-parser, --tool-call-parser), and each can be
+switched off for a request: then its marks are text like any other.
+
+Before: machine.py.  After: the ..._families.py, registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from attrs import field, frozen
+
+from .machine import FRESH, TEXT, THOUGHT, Expect, Go, Sink, State, Table, Until
+
+
+@frozen(kw_only=True)
+class Thinking:
+    """Marks around a thought.
+
+    Args:
+        always: an answer begins with a thought, mark or not (DeepSeek R1).
+        drops: further marks around the answer, which are not shown.
+    """
+
+    begin: tuple[str, ...]
+    end: tuple[str, ...]
+    always: bool = False
+    drops: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True, eq=False)
+class Calls:
+    """Marks that may begin a call, and the states behind them.
+
+    Args:
+        marks: anywhere in the text.   first: only where an answer, or a text behind a call, begins.
+        states: by name; they end in FRESH.
+        ends_thought: a call inside a thought ends it.
+    """
+
+    marks: Mapping[str, Go] = field(factory=dict)
+    first: Mapping[str, Go] = field(factory=dict)
+    states: Mapping[str, State]
+    ends_thought: bool = False
+
+
+@frozen(kw_only=True, eq=False)
+class Family:
+    """One kind of model.
+
+    Args:
+        name: of the family.
+        tools, reasoning: names under which its calls and its thinking can be asked for; vLLM's.
+        special: its marks are special tokens, which have to be shown to the parser.
+        certain: texts that, all found in a chat template, tell this family for sure.   but_not: none of these.
+        whole: a ready table for formats in which calls, thoughts and answers are not nested (harmony).
+        whole_without: the same where no tools may be called.
+    """
+
+    name: str
+    tools: tuple[str, ...] = ()
+    reasoning: tuple[str, ...] = ()
+    thinking: Thinking | None = None
+    calls: Calls | None = None
+    special: bool = False
+    certain: tuple[tuple[str, ...], ...] = ()
+    but_not: tuple[str, ...] = ()
+    whole: Table | None = None
+    whole_without: Table | None = None
+
+
+@lru_cache(256)
+def make_table(thinking: Thinking | None, calls: Calls | None, hidden: tuple[str, ...] = ()) -> Table:
+    """The table of a model that thinks and calls like this; hidden: special tokens that are not shown."""
+    drops = dict.fromkeys((*hidden, *(thinking.drops if thinking else ())), Go(TEXT))
+    entries = dict(calls.marks) if calls else {}
+    for mark in entries:
+        drops.pop(mark, None)
+    begins = dict.fromkeys(thinking.begin if thinking else (), Go(THOUGHT))
+    ends = dict.fromkeys(thinking.end if thinking else (), Go(FRESH))
+    first = {**dict.fromkeys(drops, Go(FRESH)), **entries, **(calls.first if calls else {}), **begins}
+    inside = entries if calls and calls.ends_thought else {}
+    states: dict[str, State] = {
+        FRESH: Expect(first, otherwise=TEXT),
+        TEXT: Until(Sink.TEXT, {**drops, **entries}),
+        THOUGHT: Until(Sink.THOUGHT, {**inside, **ends}),
+        "opened": Expect(dict.fromkeys(begins, Go(THOUGHT)), otherwise=THOUGHT),
+        **(calls.states if calls else {}),
+    }
+    return Table(states, "opened" if thinking and thinking.always else FRESH)
