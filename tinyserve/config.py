@@ -125,6 +125,10 @@ class ServerOptions:
     chat_template_content_format: Literal["auto", "string", "openai"] = option("auto", "how the template sees content")
     default_chat_template_kwargs: dict = option({}, "JSON with variables for the chat template")
     trust_request_chat_template: bool = option(False, "let requests bring their own template")
+    tool_call_parser: str | None = option(None, "how tool calls are read: a name, none, or module:NAME [by template]")
+    reasoning_parser: str | None = option(None, "how thoughts are read: a name, none, or module:NAME [by template]")
+    enable_auto_tool_choice: bool = option(True, "let models decide to call tools; no: such requests are refused")
+    exclude_tools_when_tool_choice_none: bool = option(False, "hide tools from the template with tool_choice none")
     response_role: str = option("assistant", "role written in chat answers")
     enable_request_id_headers: bool = option(False, "repeat or make up an X-Request-Id in each answer")
     enable_prompt_tokens_details: bool = option(False, "report cached prompt tokens in usage")
@@ -234,7 +238,6 @@ NOT_YET = {
     "distributed_executor_backend": None, "nnodes": None, "node_rank": None, "master_addr": None, "headless": None,
     "enable_lora": None, "lora_modules": None, "max_loras": None, "max_lora_rank": None,
     "speculative_config": "-sc", "spec_method": None, "spec_model": None, "spec_tokens": None,
-    "tool_call_parser": None, "enable_auto_tool_choice": None, "reasoning_parser": None,
     "structured_outputs_config": None, "guided_decoding_backend": None, "limit_mm_per_prompt": None,
     "mm_processor_kwargs": None, "kv_offloading_size": None, "cpu_offload_gb": None, "swap_space": None,
     "kv_transfer_config": None, "kv_events_config": None, "runner": None, "convert": None, "pooler_config": None,

@@ -372,6 +372,10 @@ class Engine:
         return self.parts.template
 
     @property
+    def parsing(self) -> Any:
+        return self.parts.parsing
+
+    @property
     def max_model_len(self) -> int:
         return self.machine.max_model_len
 

@@ -20,6 +20,7 @@ from attrs import define, field
 
 from ..config import EngineConfig, hub_offline, prepare_cpu_environment
 from ..errors import ConfigError, EngineError, RequestError
+from ..text.parsers.registry import Parsing, choose
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Parts:
         model: models/decoder.Decoder, or anything with its face; None once the engine has closed.
         tokenizer: text/tokenizer.Tokenizer.
         template: text/template.ChatTemplate, or None when the model has none.
+        parsing: how thoughts and tool calls are found in answers.
         served_names: names in the API, the first is written in answers.
         max_model_len: the longest context that the checkpoint (and the user) allow, before memory is looked at.
         eos_ids: the tokenizer's end token.   extra_eos_ids: those that the configs name besides.
@@ -74,6 +76,7 @@ class Parts:
     model: Any
     tokenizer: Any
     template: Any = None
+    parsing: Parsing = field(factory=Parsing)
     served_names: tuple[str, ...] = ("model",)
     max_model_len: int
     eos_ids: frozenset[int] = field(default=frozenset(), converter=frozenset)
@@ -110,7 +113,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             tokenizer = Tokenizer.stand_in()
         else:
             tokenizer = Tokenizer.load(words)
-        template = _template(config, tokenizer)
+        chat = {"template": _template(config, tokenizer), "parsing": choose_parsing(config, tokenizer)}
         defaults = GenerationDefaults.load(
             source,
             tokenizer,
@@ -134,7 +137,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     return Parts(
         model=model,
         tokenizer=tokenizer,
-        template=template,
+        **chat,
         served_names=config.model.served_model_name or (config.model.model,),
         max_model_len=context(config.model.max_model_len, model.config.max_model_len, tokenizer.model_max_length),
         eos_ids=defaults.eos_ids,
@@ -182,20 +185,25 @@ def _overrides(config: EngineConfig) -> Mapping[str, Any]:
     return {**(_resolve(config, path).config() if path else {}), **config.model.hf_overrides}
 
 
+def _template_text(config: EngineConfig, tokenizer: Any) -> Any:
+    """The chat template's text, or its named texts: the user's (a file or the text itself), else the model's."""
+    asked = config.server.chat_template
+    if asked is None or "{" in asked:
+        return tokenizer.chat_template if asked is None else asked
+    path = Path(asked)
+    if not path.is_file():
+        raise ConfigError(f"--chat-template {asked}: no such file, and not a template either.")
+    return path.read_text("utf-8")
+
+
 def _template(config: EngineConfig, tokenizer: Any) -> Any:
-    """The chat template: the user's (a file or the text itself), else the model's, else None.
+    """The chat template, or None.
 
     A model whose own template cannot be used still completes texts; a template that the user named must work.
     """
     from ..text.template import ChatTemplate
 
-    asked = config.server.chat_template
-    text = tokenizer.chat_template if asked is None else asked
-    if asked is not None and "{" not in asked:
-        path = Path(asked)
-        if not path.is_file():
-            raise ConfigError(f"--chat-template {asked}: no such file, and not a template either.")
-        text = path.read_text("utf-8")
+    text = _template_text(config, tokenizer)
     if text is None:
         return None
     try:
@@ -205,10 +213,31 @@ def _template(config: EngineConfig, tokenizer: Any) -> Any:
             content_format=config.server.chat_template_content_format,
         )
     except RequestError as error:
-        if asked is not None:
+        if config.server.chat_template is not None:
             raise ConfigError(f"--chat-template: {error}") from error
         _log.warning("the model's chat template cannot be used, so chat is off: %s", error)
         return None
+
+
+def choose_parsing(config: EngineConfig, tokenizer: Any) -> Parsing:
+    """How answers are read: as the options say, else as the chat template tells.
+
+    Raises: ConfigError: an option names no parser.
+    """
+    text = _template_text(config, tokenizer)
+    if isinstance(text, Mapping):
+        text = "\n".join(text.values())
+    server = config.server
+    parsing = choose(
+        text,
+        tool_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+        special=tuple(sorted(filter(None, map(tokenizer.token_text, tokenizer.special_ids)))),
+    )
+    for what, family in (("tool calls", parsing.tools), ("thoughts", parsing.thoughts)):
+        if family is not None:
+            _log.info("%s are read as %s writes them", what, family.name)
+    return parsing
 
 
 @contextmanager

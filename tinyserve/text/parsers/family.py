@@ -3,7 +3,7 @@
 A family's thinking can be combined with another one's calls (--reasoning-parser, --tool-call-parser), and each can be
 switched off for a request: then its marks are text like any other.
 
-Before: machine.py.  After: the ..._families.py, registry.py.
+Before: table.py.  After: the ..._families.py, registry.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from attrs import field, frozen
 
-from .machine import FRESH, TEXT, THOUGHT, Expect, Go, Sink, State, Table, Until
+from .table import FRESH, TEXT, THOUGHT, Expect, Go, Sink, State, Table, Until
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .family import Calls, Family, Thinking
 from .json_calls import JsonForm
-from .machine import FRESH, Expect, Go, Read
+from .table import FRESH, Expect, Go, Read
 
 THINK = Thinking(begin=("<think>",), end=("</think>",))
 

@@ -12,7 +12,7 @@ import re
 from .family import Calls, Family, Thinking
 from .json_calls import JsonArguments, JsonForm
 from .json_families import THINK
-from .machine import FRESH, NAME, Act, Expect, Go, Read, Sink, Until
+from .table import FRESH, NAME, Act, Expect, Go, Read, Sink, Until
 
 _KIMI = re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?)\s*")
 _DEEPSEEK_THINK = Thinking(begin=("<think>",), end=("</think>",))

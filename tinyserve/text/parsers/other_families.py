@@ -15,7 +15,7 @@ from .family import Calls, Family, Thinking
 from .json_calls import JsonArguments, JsonForm
 from .json_families import THINK
 from .literals import GemmaForm, PythonForm
-from .machine import ANY, FRESH, TEXT, THOUGHT, Act, Expect, Go, Read, Sink, State, Table, Until
+from .table import ANY, FRESH, TEXT, THOUGHT, Act, Expect, Go, Read, Sink, State, Table, Until
 
 
 def python_list(form: PythonForm, end: tuple[str, ...] = ()) -> dict[str, State]:

@@ -20,7 +20,8 @@ from attrs import evolve, frozen
 from ...errors import ConfigError
 from . import json_families, named_families, other_families, xml_families
 from .family import Family, Thinking, make_table
-from .machine import Machine, Table
+from .machine import Machine
+from .table import Table
 
 FAMILIES: tuple[Family, ...] = (
     *xml_families.FAMILIES,

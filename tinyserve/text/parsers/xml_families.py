@@ -19,7 +19,7 @@ import re
 
 from .family import Calls, Family, Thinking
 from .json_families import THINK
-from .machine import FRESH, Act, Expect, Go, Sink, State, Until
+from .table import FRESH, Act, Expect, Go, Sink, State, Until
 
 _KEY = re.compile(r'[^<>"\n]*')
 
