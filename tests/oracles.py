@@ -146,8 +146,13 @@ CONFIGS = {
 
 def save(name: str, folder: Path, *, seed: int = 0, shard_size: str = "5GB") -> Path:
     """Save a random checkpoint of CONFIGS[name] into `folder`, in float32 and in shards of at most `shard_size`."""
+    return save_config(CONFIGS[name](), folder, seed=seed, shard_size=shard_size)
+
+
+def save_config(config: transformers.PretrainedConfig, folder: Path, *, seed: int = 0, shard_size: str = "5GB") -> Path:
+    """Save a random checkpoint of a config."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

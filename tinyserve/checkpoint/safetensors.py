@@ -36,6 +36,10 @@ class SafetensorsTensor:
         """Return the tensor in `dtype`; a view of the mapped file when it already is."""
         return self.file.get_tensor(self.name).to(dtype)
 
+    def item(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Return tensor[index] in `dtype`, without reading the rest."""
+        return self.file.get_slice(self.name)[index].to(dtype)
+
     def blocks(self) -> Tensor:
         """Safetensors hold no GGUF blocks. Raises: CheckpointError: always."""
         raise CheckpointError(f"{self.name}: a safetensors tensor has no GGUF blocks.")

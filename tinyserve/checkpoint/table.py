@@ -5,6 +5,10 @@ fuses several checkpoint modules, in order, into the parts of one linear layer:
 
     "layers.*.attn.qkv": ("model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.k_proj", "...v_proj")
 
+`#` stands for an expert's number. A layer that holds all experts takes its row once for each, expert by expert:
+
+    "layers.*.mlp.experts.gate_up": ("model.layers.*.mlp.experts.#.gate_proj", "model.layers.*.mlp.experts.#.up_proj")
+
 Modules are mapped, not tensors: weights, biases, scales and adapters of one module follow the same row. Where a
 checkpoint keeps the same numbers in another layout, the row says which: `From` one module that holds all parts, `Each`
 part in a numbered module of its own.
@@ -118,14 +122,17 @@ def find(weights: Weights, path: str) -> Row:
 def sources(weights: Weights, path: str, parts: int = 1) -> tuple[str, ...]:
     """Return the checkpoint modules that fill the module at `path`, one for each of its parts; () when no row maps it.
 
-    Args: parts: how many the layer has; needed by rows of the kinds `From` and `Each` only.
+    Args: parts: how many the layer has; needed by rows of the kinds `From` and `Each`, and by those of experts.
     """
     row = find(weights, path)
     if isinstance(row, From):
         return (row.name,) * parts
     if isinstance(row, Each):
         return tuple(row.name.replace("#", str(part)) for part in range(parts))
-    return (row,) if isinstance(row, str) else row
+    names = (row,) if isinstance(row, str) else row
+    if any("#" in name for name in names):
+        return tuple(name.replace("#", str(expert)) for expert in range(parts // len(names)) for name in names)
+    return names
 
 
 def pieces(row: Row, stored: Stored, parts: Sequence[int], kv_heads: int) -> list[Stored] | None:

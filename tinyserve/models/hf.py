@@ -25,6 +25,8 @@ HARMLESS_WORDS = """
     init_std summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout prefix
     gradient_checkpointing skip_bias_add use_flash_attn _flash_attn_2_enabled attention_softmax_in_fp32 n_ctx
     scale_attention_softmax_in_fp32 eod_token_id sep_id mask_token_id _remove_final_layer_norm attn_implementation
+    router_aux_loss_coef router_jitter_noise input_jitter_noise output_router_logits aux_loss_alpha seq_aux ep_size
+    num_nextn_predict_layers
 """
 HARMLESS = frozenset(HARMLESS_WORDS.split())
 LENGTH_KEYS = (
@@ -38,6 +40,10 @@ SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 2**22),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "no_rope_layer_interval", "sliding_window_pattern"), 2**12),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv"), 2**14),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), 2**22),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**14),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "decoder_sparse_step", "n_group", "topk_group"), 2**12),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
     **dict.fromkeys((*LENGTH_KEYS, "original_max_position_embeddings"), 2**31 - 1),
 }  # fmt: skip
 POSITIVE = frozenset(
@@ -50,7 +56,8 @@ POSITIVE = frozenset(
 FLAGS = frozenset(
     ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "truncate", "attention_out_bias",
      "use_bias", "bias", "use_qkv_bias", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "alibi",
-     "parallel_attn", "new_decoder_architecture", "multi_query", "enable_bias")
+     "parallel_attn", "new_decoder_architecture", "multi_query", "enable_bias",
+     "norm_topk_prob", "rope_interleave", "attn_temperature_tuning", "lm_head_bias", "qkv_bias")
 )  # fmt: skip
 
 

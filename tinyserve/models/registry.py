@@ -20,6 +20,7 @@ from ..checkpoint.gguf_names import stored_tensors
 from ..checkpoint.load import ChooseFormat, Progress, load, load_dummy
 from ..checkpoint.safetensors import open_safetensors
 from ..checkpoint.source import Source
+from ..checkpoint.stacked import unstack
 from ..errors import CheckpointError, UnsupportedModel
 from ..quant.format import Stored
 from .config import HF, architecture, choose_dtype
@@ -42,11 +43,14 @@ FAMILIES = {
     "MiniCPMForCausalLM": "granite",
     "MinistralForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "SeedOssForCausalLM": "llama",
     "SmolLM3ForCausalLM": "smollm3",
 }
@@ -114,7 +118,7 @@ def load_model(
         options = {"dtype": dtype, "device": device, "format_for": format_for, "progress": progress}
         # A tied head may still have a tensor of its own in the file; then the file is right.
         made = family(model.config.architecture)
-        weights, tensors = made.WEIGHTS, as_saved(made, tensors)
+        weights, tensors = made.WEIGHTS, unstack(as_saved(made, tensors), getattr(made, "STACKS", {}))
         load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
     try:
         for rope in model.ropes():

@@ -1,0 +1,72 @@
+"""Each mixture-of-experts family against transformers: prefill and decode, chunks, interpreted kernels, the engine."""
+
+import logging
+
+import pytest
+import torch
+
+from tests import oracles
+from tests.kernels.harness import interpreting, nan_outputs
+from tests.models.batching import Paged
+from tests.moe_configs import CONFIGS
+from tinyserve.checkpoint.source import resolve
+from tinyserve.models.registry import load_model
+
+CLOSE = {"atol": 1e-4, "rtol": 0}
+LENGTHS = (37, 11)
+DECODES = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a family's checkpoint, saved once."""
+    folders = {}
+
+    def get(name):
+        if name not in folders:
+            folders[name] = oracles.save_config(CONFIGS[name](), tmp_path_factory.mktemp(name))
+        return folders[name]
+
+    return get
+
+
+def open_model(folder, dtype="float32"):
+    return load_model(resolve(str(folder)), dtype=dtype)
+
+
+def sequences():
+    return [oracles.prompt(length + DECODES, seed=seed) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name, checkpoint, caplog):
+    """Largest difference of any logit: 1e-4, for one prompt in chunks beside another, then both decoded together."""
+    folder = checkpoint(name)
+    with caplog.at_level(logging.WARNING, "tinyserve"):
+        paged = Paged(open_model(folder), block_size=8)
+    rows = [paged.add(tokens) for tokens in sequences()]
+    steps = [paged.step({rows[0]: 17, rows[1]: LENGTHS[1]}), paged.step({rows[0]: 20})]
+    steps += [paged.step(dict.fromkeys(rows, 1)) for _ in range(DECODES)]
+
+    assert [record for record in caplog.records if record.name.startswith("tinyserve")] == []
+    for row, tokens in zip(rows, sequences(), strict=True):
+        expected = oracles.reference_logits(folder, tokens)
+        actual = torch.cat([step[row] for step in steps if row in step])
+
+        assert expected.abs().max() > 2
+        torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe"])
+def test_triton_kernels_give_the_same_logits(name, checkpoint):
+    """Every op by its interpreted Triton kernel: a prefill, then a decode beside the rest of a prompt, within 1e-4."""
+    folder = checkpoint(name)
+    long, short = oracles.prompt(41), oracles.prompt(8, seed=1)
+    with interpreting(), nan_outputs():
+        paged = Paged(open_model(folder), block_size=16)
+        rows = paged.add(long), paged.add(short)
+        steps = [paged.step(dict(zip(rows, counts, strict=True))) for counts in ((33, 7), (8, 1))]
+
+    for row, tokens in zip(rows, (long, short), strict=True):
+        actual = torch.cat([step[row] for step in steps])
+        torch.testing.assert_close(actual, oracles.reference_logits(folder, tokens), **CLOSE)

@@ -1,0 +1,143 @@
+"""A mixture of experts in place of the feed-forward block: each token visits K of E experts, and perhaps a shared one.
+
+    router -> weights, ids --> few tokens:  moe_decode_gate_up -> moe_decode_down                          3 launches
+                           '-> many tokens: moe_align -> moe_gate_up -> moe_down -> moe_reduce             5 launches
+
+All experts of a layer lie in one tensor, so that one launch reaches any of them. A checkpoint stores them one by one;
+the loader sees an `ExpertLinear` as a fused layer with E times as many parts.
+
+Before: layers/routing.py, kernels/moe_*.py.  After: models/<family>.py.
+
+Source: arXiv:1701.06538; arXiv:2401.06066 (shared experts).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.launch import use_kernel
+from ..kernels.moe_align import moe_align
+from ..kernels.moe_decode import MOST_SLOTS, moe_decode_down, moe_decode_gate_up
+from ..kernels.moe_gemm import moe_down, moe_gate_up
+from ..kernels.moe_reduce import moe_reduce
+from ..quant.format import Stored
+from .linear import Linear
+from .mlp import GatedMLP
+from .routing import Router, Routing
+
+
+class ExpertLinear(nn.Module):
+    """The matrices of all experts for one product, [E, outputs, inputs].
+
+    Args:
+        experts: E.
+        inputs: columns of each matrix.
+        pieces: rows of the fused parts of one expert.
+        bias: whether there are biases, [E, outputs].
+
+    Attributes:
+        parts: `pieces` of expert 0, then of expert 1 and so on: the order in which a weight table names them.
+    """
+
+    def __init__(self, experts: int, inputs: int, pieces: tuple[int, ...], *, bias: bool = False) -> None:
+        super().__init__()
+        self.experts = experts
+        self.inputs = inputs
+        self.pieces = pieces
+        self.parts = pieces * experts
+        self.names = ("weight", "bias") if bias else ("weight",)
+        for name in ("weight", "bias"):
+            empty = nn.Parameter(torch.empty(0, device="meta"), False) if name in self.names else None
+            self.register_parameter(name, empty)
+
+    def shape(self, name: str, part: int) -> tuple[int, ...]:
+        """Return the shape that the stored tensor of a part must have."""
+        return (self.parts[part], self.inputs) if name == "weight" else (self.parts[part],)
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the parameters, uninitialised."""
+        rows = (self.experts, sum(self.pieces))
+        for name in self.names:
+            shape = (*rows, self.inputs) if name == "weight" else rows
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False))
+
+    def load(self, name: str, part: int, stored: Stored) -> None:
+        """Fill one part of one expert."""
+        expert, piece = divmod(part, len(self.pieces))
+        start = sum(self.pieces[:piece])
+        tensor = getattr(self, name)
+        tensor[expert, start : start + self.pieces[piece]].copy_(stored.read(tensor.dtype))
+
+    def finish(self) -> None:
+        """Nothing to pack."""
+
+    def extra_repr(self) -> str:
+        return f"{self.experts} x ({self.inputs} -> {'+'.join(map(str, self.pieces))})"
+
+
+class Experts(nn.Module):
+    """down(act(gate(x)) * up(x)) of E experts.
+
+    Args:
+        experts: E.   hidden: size of the stream.   inner: size between the two products.
+        kind: the activation, of kernels/moe_gemm.py::GATED.
+        bias: whether gate, up and down have biases.
+        scale_inputs: the routing weight multiplies what goes into an expert, not what comes out (Llama 4).
+    """
+
+    def __init__(
+        self, experts: int, hidden: int, inner: int, kind: str = "silu", *, bias: bool = False, scale_inputs: bool = False
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.scale_inputs = scale_inputs
+        self.gate_up = ExpertLinear(experts, hidden, (inner, inner), bias=bias)
+        self.down = ExpertLinear(experts, inner, (hidden,), bias=bias)
+
+    def forward(
+        self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None = None, gate: Tensor | None = None
+    ) -> Tensor:
+        """x [T, H], weights and ids [T, K], the shared expert's output [T, H] and its gate [T, 1] -> [T, H]"""
+        before = {"kind": self.kind, "bias": self.gate_up.bias, "scales": weights if self.scale_inputs else None}
+        after = {"bias": self.down.bias, "scales": None if self.scale_inputs else weights}
+        if use_kernel(x) and ids.numel() <= MOST_SLOTS:
+            h = moe_decode_gate_up(x, self.gate_up.weight, ids, **before)
+            return moe_decode_down(h, self.down.weight, ids, shared=shared, gate=gate, **after)
+        sorted_slots = moe_align(ids, self.gate_up.experts)
+        h = moe_gate_up(x, self.gate_up.weight, *sorted_slots, top_k=ids.shape[1], **before)
+        return moe_reduce(moe_down(h, self.down.weight, *sorted_slots, top_k=ids.shape[1], **after), shared, gate)
+
+
+class MoE(nn.Module):
+    """Router, experts, and what every token visits beside them.
+
+    Args:
+        hidden: size of the stream.
+        routing: how experts are chosen.
+        experts: the experts.
+        shared: the shared expert, or None.
+        shared_gate: whether a sigmoid of one product opens the shared expert (Qwen2-MoE).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        routing: Routing,
+        experts: Experts,
+        *,
+        shared: GatedMLP | None = None,
+        shared_gate: bool = False,
+    ) -> None:
+        super().__init__()
+        self.router = Router(hidden, routing)
+        self.experts = experts
+        self.shared = shared
+        self.shared_gate = Linear(hidden, (1,)) if shared_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]"""
+        weights, ids = self.router(x)
+        shared = None if self.shared is None else self.shared(x)
+        gate = None if self.shared_gate is None else self.shared_gate(x)
+        return self.experts(x, weights, ids, shared, gate)
