@@ -8,8 +8,10 @@ import torch
 from tests import oracles
 from tests.kernels.harness import interpreting, nan_outputs
 from tests.models.batching import Paged
+from tests.models.serving import serve
 from tests.moe_configs import CONFIGS
 from tinyserve.checkpoint.source import resolve
+from tinyserve.kv.groups import group_layers
 from tinyserve.models.registry import load_model
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
@@ -70,3 +72,19 @@ def test_triton_kernels_give_the_same_logits(name, checkpoint):
     for row, tokens in zip(rows, (long, short), strict=True):
         actual = torch.cat([step[row] for step in steps])
         torch.testing.assert_close(actual, oracles.reference_logits(folder, tokens), **CLOSE)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "-" not in name or name.endswith("-moe")])
+def test_64_greedy_tokens_through_the_engine_equal_transformers(name, checkpoint):
+    """Chunks of 12 tokens, 22 blocks of 8 positions for three sequences of up to 85, a shared beginning of 16 found."""
+    folder = checkpoint(name)
+    first = oracles.prompt(21)
+    prompts = [first, oracles.prompt(8, seed=1), oracles.prompt(19, seed=2), first[:17] + oracles.prompt(3, seed=3)]
+    model = open_model(folder)
+    groups = len(group_layers(model.kv_layers()))
+
+    served = serve(model, prompts, blocks=1 + 21 * groups)
+
+    assert served.ids == [oracles.reference_greedy(folder, tokens, 64) for tokens in prompts]
+    assert served.preemptions > 0
+    assert served.cached[-1] == 16

@@ -87,7 +87,14 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, experts: int, hidden: int, inner: int, kind: str = "silu", *, bias: bool = False, scale_inputs: bool = False
+        self,
+        experts: int,
+        hidden: int,
+        inner: int,
+        kind: str = "silu",
+        *,
+        bias: bool = False,
+        scale_inputs: bool = False,
     ) -> None:
         super().__init__()
         self.kind = kind
