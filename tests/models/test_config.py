@@ -109,10 +109,20 @@ def test_keys_inside_the_rope_dict_are_watched_too():
     assert hf.unread() == ["rope_scaling.secret"]
 
 
+# What no family of experts or latents has a default for.
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), 16),
+    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_shared_experts": 1},
+    "attention_chunk_size": 16,
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_declares_its_weights_and_builds_without_memory(name):
     """A registry row without WEIGHTS or build would fail at the user's start, not in CI."""
-    config = LLAMA | {"architectures": [name], "hidden_act": "silu", "sliding_window": 8}
+    config = LLAMA | EXPERTS | {"architectures": [name], "hidden_act": "silu", "sliding_window": 8}
     model = build_model(config)
 
     assert family(name).WEIGHTS
