@@ -59,14 +59,16 @@ def test_grouped_products_are_those_of_each_slot(
     order, starts = moe_align(ids, experts)
     gate_up, down = (getattr(module, name + implementation) for name in ("moe_gate_up", "moe_down"))
 
-    def call():
+    def call(**options):
         h = gate_up(x, weights[0], order, starts, top_k=top_k, kind=kind, bias=biases[0])
-        return down(h, weights[1], order, starts, top_k=top_k, bias=biases[1], scales=routing)
+        return down(h, weights[1], order, starts, top_k=top_k, bias=biases[1], scales=routing, **options)
 
     out = call()
 
-    assert_close(out, by_hand(x, ids, weights, biases, routing, kind).to(device), scale=4)
+    expected = by_hand(x, ids, weights, biases, routing, kind).to(device)
+    assert_close(out, expected, scale=4)
     assert torch.equal(out, call())
+    assert_close(call(parts=True), expected.transpose(0, 1).float(), scale=100 if dtype == torch.float16 else 4)
 
 
 def test_scales_may_stand_before_the_activation(device, dtype):

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .activation import KINDS, _activate
+from .activation import KINDS, activate
 from .launch import cdiv, choose, next_power_of_2, use_kernel
 
 ALPHA, LIMIT = 1.702, 7.0  # of "clamped_swiglu"; the kernel names them again
@@ -46,7 +46,7 @@ def gated(gate, up, KIND: tl.constexpr):
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         result = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
     else:
-        result = _activate(gate, KIND) * up
+        result = activate(gate, KIND) * up
     return result
 
 
@@ -84,9 +84,10 @@ def moe_down_reference(
     top_k: int,
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    parts: bool = False,
 ) -> torch.Tensor:
     """The specification of `moe_down`, with its arguments."""
-    out = torch.zeros((len(order), weight.shape[1]), dtype=h.dtype, device=h.device)
+    out = torch.zeros((len(order), weight.shape[1]), dtype=torch.float32 if parts else h.dtype, device=h.device)
     order = order.long()
     for expert, begin, end in _ranges(starts):
         slots = order[begin:end]
@@ -95,8 +96,9 @@ def moe_down_reference(
             result += bias[expert].float()
         if scales is not None:
             result *= scales.flatten()[slots, None]
-        out[slots] = result.to(h.dtype)
-    return out.view(len(order) // top_k, top_k, weight.shape[1])
+        out[slots] = result.to(out.dtype)
+    out = out.view(len(order) // top_k, top_k, weight.shape[1])
+    return out.transpose(0, 1).contiguous() if parts else out
 
 
 def _ranges(starts: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -176,10 +178,13 @@ def _moe_down_kernel(
     order_ptr,  # [N] int32
     starts_ptr,  # [E + 1] int32
     scales_ptr,  # [N] float32; read if SCALES
-    out_ptr,  # [N, H] contiguous, by slot
+    out_ptr,  # [T, K, H], or [K, T, H]
+    token_stride,  # elements between tokens of out
+    choice_stride,  # elements between choices of out
     H: tl.constexpr,
     INNER: tl.constexpr,
     E: tl.constexpr,
+    TOP_K: tl.constexpr,
     BIAS: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -207,7 +212,8 @@ def _moe_down_kernel(
         acc += tl.load(bias_ptr + expert * H + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
     if SCALES:
         acc *= tl.load(scales_ptr + slot, mask=row < end, other=0.0)[:, None]
-    place = out_ptr + slot.to(tl.int64)[:, None] * H + column[None, :]
+    begin = (slot // TOP_K).to(tl.int64) * token_stride + (slot % TOP_K).to(tl.int64) * choice_stride
+    place = out_ptr + begin[:, None] + column[None, :]
     tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=(row < end)[:, None] & (column < H)[None, :])
 
 
@@ -281,6 +287,7 @@ def moe_down(
     top_k: int,
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    parts: bool = False,
 ) -> torch.Tensor:
     """Down products of each slot, weighted.
 
@@ -289,18 +296,21 @@ def moe_down(
         weight: [E, H, I], contiguous.   bias: [E, H], contiguous, or None.
         order, starts: from `moe_align`; every slot must belong to an expert.
         top_k: K.   scales: [T, K] float32 factors on the results, bias included, or None.
+        parts: leave the sum over choices to the next norm (kernels/norm.py).
 
     Returns:
-        [T, K, H] in h's type.
+        [T, K, H] in h's type; as parts, [K, T, H] in float32.
 
     Raises:
         ValueError: shapes or strides that do not fit.
     """
     if not use_kernel(h):
-        return moe_down_reference(h, weight, order, starts, top_k=top_k, bias=bias, scales=scales)
+        return moe_down_reference(h, weight, order, starts, top_k=top_k, bias=bias, scales=scales, parts=parts)
     check_experts("moe_down", h, weight, bias, scales, (len(order), h.shape[0]))
     slots, width = len(order), weight.shape[1]
-    out = torch.empty((slots // top_k, top_k, width), dtype=h.dtype, device=h.device)
+    tokens = slots // top_k
+    shape = (top_k, tokens, width) if parts else (tokens, top_k, width)
+    out = torch.empty(shape, dtype=torch.float32 if parts else h.dtype, device=h.device)
     if not out.numel():
         return out
     options = _options("moe_down", h, weight, slots, width)
@@ -313,9 +323,12 @@ def moe_down(
         starts,
         weight if scales is None else scales,
         out,
+        out.stride(1 if parts else 0),
+        out.stride(0 if parts else 1),
         H=width,
         INNER=h.shape[1],
         E=weight.shape[0],
+        TOP_K=top_k,
         BIAS=bias is not None,
         SCALES=scales is not None,
         BLOCK_E=max(next_power_of_2(weight.shape[0]), 2),

@@ -1,7 +1,9 @@
 """A mixture of experts in place of the feed-forward block: each token visits K of E experts, and perhaps a shared one.
 
     router -> weights, ids --> few tokens:  moe_decode_gate_up -> moe_decode_down                          3 launches
-                           '-> many tokens: moe_align -> moe_gate_up -> moe_down -> moe_reduce             5 launches
+                           '-> many tokens: moe_align -> moe_gate_up -> moe_down -> moe_reduce             4 launches
+
+Without a shared expert, and up to MOST_PARTS tokens, the last sum is the next norm's (fold.py): one launch less.
 
 All experts of a layer lie in one tensor, so that one launch reaches any of them. A checkpoint stores them one by one;
 the loader sees an `ExpertLinear` as a fused layer with E times as many parts.
@@ -22,9 +24,12 @@ from ..kernels.moe_decode import MOST_SLOTS, moe_decode_down, moe_decode_gate_up
 from ..kernels.moe_gemm import moe_down, moe_gate_up
 from ..kernels.moe_reduce import moe_reduce
 from ..quant.format import Stored
+from .fold import Normed
 from .linear import Linear
 from .mlp import GatedMLP
 from .routing import Router, Routing
+
+MOST_PARTS = 512  # tokens; above, the float32 parts are more to write and read than a launch costs
 
 
 class ExpertLinear(nn.Module):
@@ -103,17 +108,35 @@ class Experts(nn.Module):
         self.down = ExpertLinear(experts, inner, (hidden,), bias=bias)
 
     def forward(
-        self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None = None, gate: Tensor | None = None
+        self,
+        x: Tensor,
+        routed: tuple[Tensor, Tensor],
+        *,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+        parts: bool = False,
     ) -> Tensor:
-        """x [T, H], weights and ids [T, K], the shared expert's output [T, H] and its gate [T, 1] -> [T, H]"""
+        """Run the experts.
+
+        Args:
+            x: [T, H].   routed: weights and ids, [T, K] each.
+            shared: [T, H], the shared expert's output, or None.   gate: [T, 1] before its sigmoid, or None.
+            parts: whether the result may be parts for the next norm.
+
+        Returns:
+            [T, H], or float32 parts [K, T, H] that add up to it.
+        """
+        weights, ids = routed
         before = {"kind": self.kind, "bias": self.gate_up.bias, "scales": weights if self.scale_inputs else None}
         after = {"bias": self.down.bias, "scales": None if self.scale_inputs else weights}
         if use_kernel(x) and ids.numel() <= MOST_SLOTS:
             h = moe_decode_gate_up(x, self.gate_up.weight, ids, **before)
             return moe_decode_down(h, self.down.weight, ids, shared=shared, gate=gate, **after)
         sorted_slots = moe_align(ids, self.gate_up.experts)
+        parts = parts and shared is None and len(ids) <= MOST_PARTS
         h = moe_gate_up(x, self.gate_up.weight, *sorted_slots, top_k=ids.shape[1], **before)
-        return moe_reduce(moe_down(h, self.down.weight, *sorted_slots, top_k=ids.shape[1], **after), shared, gate)
+        out = moe_down(h, self.down.weight, *sorted_slots, top_k=ids.shape[1], parts=parts, **after)
+        return out if parts else moe_reduce(out, shared, gate)
 
 
 class MoE(nn.Module):
@@ -142,9 +165,10 @@ class MoE(nn.Module):
         self.shared = shared
         self.shared_gate = Linear(hidden, (1,)) if shared_gate else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]"""
-        weights, ids = self.router(x)
+    def forward(self, given: Tensor | Normed) -> Tensor:
+        """[T, H] -> [T, H]; for a Normed perhaps float32 parts [K, T, H], which the next norm adds up."""
+        folds = isinstance(given, Normed)
+        x = given.value() if folds else given
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
-        return self.experts(x, weights, ids, shared, gate)
+        return self.experts(x, self.router(x), shared=shared, gate=gate, parts=folds)
