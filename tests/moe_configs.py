@@ -34,4 +34,8 @@ CONFIGS = {
         "Qwen2Moe", num_experts=5, num_experts_per_tok=3, shared_expert_intermediate_size=20, decoder_sparse_step=2,
         qkv_bias=False, use_sliding_window=True, sliding_window=6, max_window_layers=1,
     ),
+    "olmoe": lambda: make("Olmoe", sizes=SIZES, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True),
+    "olmoe-biases": lambda: make(
+        "Olmoe", sizes=SIZES, num_experts=5, num_experts_per_tok=3, attention_bias=True, hidden_act="gelu"
+    ),
 }  # fmt: skip

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..layers.attention import Attention, Heads
+from ..layers.attention import Attention, Heads, Scores
 from ..layers.moe import Experts, MoE
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
 from ..layers.routing import Routing
 from . import llama
-from .config import HF, ModelConfig, rope_spec
+from .config import HF, ModelConfig, activation, rope_spec
 from .decoder import Decoder
 
 EXPERTS = {
@@ -32,7 +32,7 @@ WEIGHTS = llama.WEIGHTS | EXPERTS
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf)
-    hf.expect("hidden_act", "silu")
+    kind = activation(hf)
     window = hf.get("sliding_window", default=None)
     routing = Routing(
         experts=hf.get("num_local_experts", default=8),
@@ -43,7 +43,9 @@ def build(hf: HF) -> Decoder:
     norm = partial(RMSNorm, eps=c.norm_eps)
 
     def layer(index: int) -> llama.Layer:
-        attn = Attention(c.hidden, Heads(c.num_heads, c.num_kv_heads, c.head_dim), rope=rope, window=window)
-        return llama.Layer(c.hidden, norm, attn, MoE(c.hidden, routing, Experts(routing.experts, c.hidden, c.inner)))
+        heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)
+        attn = Attention(c.hidden, heads, rope=rope, scores=Scores(window=window))
+        experts = Experts(routing.experts, c.hidden, c.inner, kind)
+        return llama.Layer(c.hidden, norm, attn, MoE(c.hidden, routing, experts))
 
     return Decoder(c, layer, norm=norm)

@@ -22,11 +22,12 @@ WEIGHTS = llama.WEIGHTS
 
 def windows(hf: HF, num_layers: int) -> list[int | None]:
     """Return the window of each layer: with use_sliding_window, layers from max_window_layers on have one."""
+    if not hf.get("use_sliding_window", default=False):
+        hf.read.update(("sliding_window", "max_window_layers", "layer_types"))  # a window of 0 stands there, too
+        return [None] * num_layers
     size = hf.get("sliding_window", default=None)
     first = hf.get("max_window_layers", default=num_layers)
     kinds = hf.get("layer_types", default=None)
-    if not hf.get("use_sliding_window", default=False):
-        return [None] * num_layers
     if kinds is None:
         return [size if index >= first else None for index in range(num_layers)]
     return [size if kind == "sliding_attention" else None for kind in kinds]

@@ -11,14 +11,14 @@ from functools import partial
 
 from torch import nn
 
-from ..layers.attention import Attention, Heads
+from ..layers.attention import Attention, Heads, Scores
 from ..layers.mlp import GatedMLP
 from ..layers.moe import Experts, MoE
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
 from ..layers.routing import Routing
 from . import llama
-from .config import HF, ModelConfig, rope_spec
+from .config import HF, ModelConfig, activation, rope_spec
 from .decoder import Decoder
 from .qwen2 import windows
 from .qwen3_moe import EXPERTS, is_sparse
@@ -40,7 +40,7 @@ WEIGHTS = (
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf)
-    hf.expect("hidden_act", "silu")
+    kind = activation(hf)
     bias = hf.get("qkv_bias", default=True)
     window = windows(hf, c.num_layers)
     sparse = is_sparse(hf, c.num_layers)
@@ -55,13 +55,13 @@ def build(hf: HF) -> Decoder:
 
     def mlp(index: int) -> nn.Module:
         if not sparse[index]:
-            return GatedMLP(c.hidden, c.inner, "silu")
-        experts = Experts(routing.experts, c.hidden, inner)
-        return MoE(c.hidden, routing, experts, shared=GatedMLP(c.hidden, shared, "silu"), shared_gate=True)
+            return GatedMLP(c.hidden, c.inner, kind)
+        experts = Experts(routing.experts, c.hidden, inner, kind)
+        return MoE(c.hidden, routing, experts, shared=GatedMLP(c.hidden, shared, kind), shared_gate=True)
 
     def layer(index: int) -> llama.Layer:
         heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)
-        attn = Attention(c.hidden, heads, rope=rope, window=window[index], qkv_bias=bias)
+        attn = Attention(c.hidden, heads, rope=rope, scores=Scores(window=window[index]), qkv_bias=bias)
         return llama.Layer(c.hidden, norm, attn, mlp(index))
 
     return Decoder(c, layer, norm=norm)

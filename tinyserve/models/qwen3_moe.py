@@ -11,14 +11,14 @@ from functools import partial
 
 from torch import nn
 
-from ..layers.attention import Attention, Heads
+from ..layers.attention import Attention, Heads, Scores
 from ..layers.mlp import GatedMLP
 from ..layers.moe import Experts, MoE
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
 from ..layers.routing import Routing
 from . import llama, qwen3
-from .config import HF, ModelConfig, rope_spec
+from .config import HF, ModelConfig, activation, rope_spec
 from .decoder import Decoder
 from .qwen2 import windows
 
@@ -42,7 +42,7 @@ def is_sparse(hf: HF, num_layers: int) -> list[bool]:
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf)
-    hf.expect("hidden_act", "silu")
+    kind = activation(hf)
     hf.expect("mlp_bias", False)
     bias = hf.get("attention_bias", default=False)
     window = windows(hf, c.num_layers)
@@ -58,13 +58,13 @@ def build(hf: HF) -> Decoder:
 
     def mlp(index: int) -> nn.Module:
         if not sparse[index]:
-            return GatedMLP(c.hidden, c.inner, "silu")
-        return MoE(c.hidden, routing, Experts(routing.experts, c.hidden, inner))
+            return GatedMLP(c.hidden, c.inner, kind)
+        return MoE(c.hidden, routing, Experts(routing.experts, c.hidden, inner, kind))
 
     def layer(index: int) -> llama.Layer:
         heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)
         biases = {"qkv_bias": bias, "out_bias": bias}
-        attn = Attention(c.hidden, heads, rope=rope, window=window[index], qk_norm=norm, **biases)
+        attn = Attention(c.hidden, heads, rope=rope, scores=Scores(window=window[index]), qk_norm=norm, **biases)
         return llama.Layer(c.hidden, norm, attn, mlp(index))
 
     return Decoder(c, layer, norm=norm)
