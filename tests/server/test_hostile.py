@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyserve.server import bodies as bodies_of
+from tinyserve.server.anthropic import BODY as MESSAGES
 from tinyserve.server.responses_items import BODY as RESPONSES
 
 from .conftest import FakeEngine, client_of, events, strict
+from .test_anthropic import told as messages_told
 from .test_responses import told as responses_told
 
-BODIES = (bodies_of.CHAT, bodies_of.COMPLETION, bodies_of.TOKENIZE, bodies_of.DETOKENIZE, RESPONSES)
+BODIES = (bodies_of.CHAT, bodies_of.COMPLETION, bodies_of.TOKENIZE, bodies_of.DETOKENIZE, RESPONSES, MESSAGES)
 NAMES = sorted({name for body in BODIES for name in body.params})
 scalars = st.none() | st.booleans() | st.integers(-3, 300) | st.sampled_from([2**63, -(2**63), 1e300, 0.5, 1.0])
 scalars |= st.text(max_size=4) | st.sampled_from(["user", "assistant", "none", "auto", "text", "left", "tiny"])
@@ -25,11 +27,14 @@ values = st.recursive(
 )
 bodies = st.dictionaries(st.sampled_from(NAMES), values, max_size=6)
 GOOD = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]}, "/v1/completions": {"prompt": "x"},
-        "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}, "/v1/responses": {"input": "x"}}  # fmt: skip
+        "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}, "/v1/responses": {"input": "x"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}}  # fmt: skip
+
+READERS = {"/v1/responses": responses_told, "/v1/messages": messages_told}
 
 
 def test_no_body_is_a_server_error():
-    """120 random bodies on each of five routes; the engine's own face is faked, so a 500 would be the server's."""
+    """120 random bodies on each of six routes; the engine's own face is faked, so a 500 would be the server's."""
 
     @settings(max_examples=120, deadline=None, derandomize=True)
     @given(bodies, st.booleans())
@@ -42,7 +47,7 @@ def test_no_body_is_a_server_error():
                     response = await client.post(url, json=sent)
                     assert response.status_code in (200, 400, 404, 413), (url, sent, response.text)
                     if response.headers["content-type"].startswith("text/event-stream"):
-                        (responses_told if url == "/v1/responses" else events)(response)
+                        READERS.get(url, events)(response)
                     else:
                         strict(response.text)
             assert engine.running == 0

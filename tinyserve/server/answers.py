@@ -87,6 +87,15 @@ RESPONSE = record(
         output_tokens_details=record(reasoning_tokens="integer"), total_tokens="integer",
     )),
 )  # fmt: skip
+MESSAGE = record(
+    id="string", type="string", role="string", model="string",
+    content=rows("object", "Blocks of type text, thinking and tool_use."),
+    stop_reason={"type": "string", "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_sequence="string?",
+    usage=record(input_tokens="integer", output_tokens="integer", cache_read_input_tokens="integer",
+                 cache_creation_input_tokens="integer"),
+)  # fmt: skip
+COUNT = record(input_tokens="integer")
 DELETED = record(id="string", object="string", deleted="boolean")
 MODEL = record(
     id="string", object="string", created="integer", owned_by="string", root="string", parent="string?",
@@ -99,6 +108,7 @@ TOKENS = record(
 TEXT = record(prompt="string")
 VERSION = record(version="string")
 LOAD = record(server_load=of("integer", "Generating requests that are being answered now."))
+ANTHROPIC_ERROR = record(type="string", error=record(type="string", message="string"))
 ERROR = record(
     error=record(message="string", type="string", param=of("string?", "Dotted path of the field at fault."),
                  code={"type": ["string", "integer", "null"]})

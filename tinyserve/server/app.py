@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
-from . import admin, docs, models, responses, tokens
+from . import admin, anthropic, docs, models, responses, tokens
 from .errors import Failure, HeadersTooLarge, Unauthorized, answer_to, describe
 from .face import Service
 from .openai_chat import chat_completions
@@ -45,6 +45,8 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/responses/{response_id}", responses.retrieve),
     ("DELETE", "/v1/responses/{response_id}", responses.delete),
     ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
+    ("POST", "/v1/messages", anthropic.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{name:path}", models.one_model),
     ("POST", "/tokenize", tokens.tokenize),
@@ -164,12 +166,14 @@ class Guard:
             )
         if not self._keys or scope["method"] == "OPTIONS" or _path(scope) in OPEN:
             return
-        sent = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = sent.partition(b" ")
+        sent = dict(reversed(headers))  # of a name that comes twice, the first counts
+        scheme, _, key = sent.get(b"authorization", b"bearer " + sent.get(b"x-api-key", b"")).partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         # every key is compared, and by digest, so that the time taken tells nothing about them
         if scheme.lower() != b"bearer" or not any([hmac.compare_digest(digest, known) for known in self._keys]):
-            raise Unauthorized("Incorrect or missing API key. Send the header 'Authorization: Bearer <key>'.")
+            raise Unauthorized(
+                "Incorrect or missing API key. Send the header 'Authorization: Bearer <key>' or 'X-Api-Key: <key>'."
+            )
 
 
 class _Answering:

@@ -13,7 +13,7 @@ from inspect import cleandoc
 from typing import Any
 
 from .. import __version__
-from .answers import ERROR
+from .answers import ANTHROPIC_ERROR, ERROR
 from .schema import Facts, Param
 
 REFUSALS = {
@@ -44,7 +44,7 @@ keep silent connections open."""
 def document(routes: Iterable[tuple[str, str, Any]], root_path: str = "", *, keys: bool = False) -> dict[str, Any]:
     """The document of these routes. root_path: where a proxy shows the server. keys: whether a key is asked for."""
     paths: dict[str, dict[str, Any]] = {}
-    schemas: dict[str, Any] = {"Error": ERROR}
+    schemas: dict[str, Any] = {"Error": ERROR, "MessageError": ANTHROPIC_ERROR}
     for method, path, handler in routes:
         told: Facts | None = getattr(handler, "facts", None)
         if told is None:
@@ -73,7 +73,7 @@ def _operation(method: str, path: str, handler: Any, told: Facts) -> dict[str, A
         "tags": [told.tag],
         "summary": told.title,
         "description": cleandoc(handler.__doc__ or "").partition(" Raises:")[0].strip(),
-        "responses": {"200": _answer(told)} | {str(status): _refusal(status) for status in statuses},
+        "responses": {"200": _answer(told)} | {str(status): _refusal(status, path) for status in statuses},
     }
     if told.body is not None:
         reference = {"schema": {"$ref": f"#/components/schemas/{told.body.name}"}}
@@ -94,10 +94,11 @@ def _answer(told: Facts) -> dict[str, Any]:
     return answer
 
 
-def _refusal(status: int) -> dict[str, Any]:
+def _refusal(status: int, path: str) -> dict[str, Any]:
+    name = "MessageError" if path.startswith("/v1/messages") else "Error"
     refusal: dict[str, Any] = {
         "description": REFUSALS[status],
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
     }
     if status == 503:
         refusal["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
