@@ -123,7 +123,8 @@ def test_help_names_every_option(capsys):
 
 @pytest.mark.parametrize(
     ("argv", "code"),
-    [(["--version"], 0), (["--prot", "1"], 2), (["bench"], 2), (["cha"], 2), (["plan", "/does/not/exist"], 1),
+    [(["--version"], 0), (["--prot", "1"], 2), (["bench"], 2), (["cha"], 2), (["bogus"], 2),
+     (["bench-mark"], 2), (["no/such-model", "--prot"], 2), (["plan", "/does/not/exist"], 1),
      (["chat", "--url", "http://127.0.0.1:9/v1", "-q", "x"], 1), (["chat", "--nope"], 2)],
 )  # fmt: skip
 def test_exit_codes(argv, code, capsys):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from . import __version__
 from .errors import ConfigError, TinyserveError
@@ -61,6 +62,11 @@ def _command(argv: list[str]) -> tuple[str, list[str]]:
         raise ConfigError(f"the command {argv[0]!r} does not exist yet.")
     if close := nearest(argv[0], COMMANDS):
         raise ConfigError(f"unknown command {argv[0]!r}: did you mean {close!r}? To serve a model so named: --model.")
+    if argv[0].replace("_", "").replace("-", "").isalnum() and not Path(argv[0]).exists():
+        raise ConfigError(
+            f"unknown command {argv[0]!r}, and no file or folder of that name. The commands are "
+            f"{', '.join(COMMANDS)}. For a model of the hub: tinyserve --model {argv[0]}"
+        )
     return "serve", argv
 
 

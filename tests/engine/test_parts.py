@@ -1,6 +1,7 @@
 """parts.py: how long the context is, what a start-up says about itself; the whole way in with a random checkpoint."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from tinyserve.config import build
 from tinyserve.engine import engine
 from tinyserve.engine.engine import Engine
-from tinyserve.engine.parts import Phases, _bar, context
-from tinyserve.errors import ConfigError
+from tinyserve.engine.parts import Phases, _bar, context, load_parts
+from tinyserve.errors import ConfigError, TinyserveError
 
 
 def test_the_context_is_what_all_agree_on():
@@ -55,3 +56,22 @@ def test_a_start_that_is_cancelled_ends_at_the_next_tensor():
         patch.setattr(engine, "load_parts", slow)
         asyncio.run(work())
     assert 0 < len(read) < 50
+
+
+def test_too_long_a_context_is_refused_before_weights_are_read(tmp_path):
+    """config.json promises 64 positions: 65 are refused although the folder has no weights and no tokenizer at all."""
+    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="more than the 64 tokens"):
+        load_parts(build({"model": str(tmp_path), "max_model_len": 65}), Phases())
+    with pytest.raises(TinyserveError, match="tokenizer"):
+        load_parts(build({"model": str(tmp_path), "max_model_len": 64}), Phases())
+
+
+def test_no_bar_is_drawn_into_a_file(capsys):
+    """stderr is no terminal here: 0 bytes of bar, and the check for a stop is still made once per tensor."""
+    calls = []
+    with _bar(True, lambda: calls.append(1)) as progress:
+        progress(1, 2)
+        progress(2, 2)
+    assert capsys.readouterr().err == "" and len(calls) == 2

@@ -182,6 +182,31 @@ def test_a_header_of_a_megabyte_gets_its_431(run):
     run(go())
 
 
+def test_two_lengths_are_refused_and_the_connection_closed(run):
+    """Breaks if Content-Length and Transfer-Encoding are taken together: what follows was smuggled (0 answers)."""
+
+    async def go():
+        engine = FakeEngine()
+        async with serving(engine) as server:
+            host, port = server.address.removeprefix("http://").split(":")
+            body = json.dumps(HI).encode()
+            chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+            second = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+            for length in (len(chunk), 5):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                    b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n%b%b" % (length, chunk, second)
+                )
+                answer = await asyncio.wait_for(reader.read(), 5)
+                writer.close()
+                assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1, answer
+                assert b"Transfer-Encoding" in answer
+            assert engine.started == 0
+
+    run(go())
+
+
 def test_stopping_lets_running_answers_end(run):
     """With 5 seconds to drain, an answer of 0.4 s ends whole, and a new request gets 503 meanwhile."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import TextIO
 
 import orjson
 
@@ -39,9 +40,25 @@ class _Json(logging.Formatter):
         return orjson.dumps(entry).decode()
 
 
+class _BesideBars(logging.StreamHandler):
+    """Writes lines above the progress bars that are being drawn, instead of into them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._terminal = stream.isatty()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = sys.modules.get("tqdm.std") if self._terminal else None
+        if bars is None:
+            super().emit(record)
+            return
+        with bars.tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 def set_up(options: LogOptions) -> None:
     """Send tinyserve's log to stderr in the chosen format; other libraries from WARNING up."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _BesideBars(sys.stderr)
     handler.setFormatter(_Json() if options.log_format == "json" else _Text())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("tinyserve").setLevel(options.log_level.upper())

@@ -9,6 +9,7 @@ Before: checkpoint/, models/, text/.  After: assemble.py, which puts a cache, a 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +97,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     prepare_cpu_environment(config.runner.cpu_threads)
     with phases("import"):
         from ..device import Device
-        from ..models.config import choose_dtype
+        from ..models.config import choose_dtype, promised_length
         from ..models.registry import load_model
         from ..quant.cpu import cpu_formats, packed_bytes
         from ..text.generation import GenerationDefaults
@@ -107,6 +108,8 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         source = _resolve(config, config.model.model)
         named = config.model.tokenizer
         words = source if named is None else _resolve(config, named)
+        # Too long a context is refused here, and not after minutes of reading weights.
+        context(config.model.max_model_len, promised_length({**source.config(), **_overrides(config)}), None)
     with phases("tokenizer"):
         if config.load.load_format == "dummy" and not (words.gguf or words.file("tokenizer.json")):
             _log.warning("%s has no tokenizer; with dummy weights, bytes stand in for one", words.name)
@@ -164,6 +167,12 @@ def context(asked: int | None, promised: int, tokenizer_limit: int | None) -> in
             f"would be noise. Use at most {promised}, or change the model's length with --hf-overrides."
         )
     return asked
+
+
+def drawable(bar: type) -> bool:
+    """Whether a progress bar of this class can be drawn: in a notebook, or on a terminal; not into a log file."""
+    notebook = any(base.__module__ == "tqdm.notebook" for base in bar.__mro__)
+    return notebook or sys.stderr.isatty()
 
 
 def _resolve(config: EngineConfig, name: str) -> Any:
@@ -243,11 +252,11 @@ def choose_parsing(config: EngineConfig, tokenizer: Any) -> Parsing:
 @contextmanager
 def _bar(show: bool, check: Callable[[], None]) -> Iterator[Callable[[int, int], None]]:
     """What is told of each tensor that was read: draws a progress bar if that is wanted, and calls `check`."""
-    if not show:
-        yield lambda _done, _total: check()
-        return
     from tqdm.auto import tqdm
 
+    if not show or not drawable(tqdm):
+        yield lambda _done, _total: check()
+        return
     with tqdm(desc="Weights", unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:

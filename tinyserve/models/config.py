@@ -190,6 +190,12 @@ def context_length(hf: HF, factor: float) -> int:
     return int(min(known) * factor) if known else DEFAULT_LENGTH
 
 
+def promised_length(config: Mapping[str, Any]) -> int:
+    """Return the longest context of a config.json, before anything is built. Raises: CheckpointError: bad numbers."""
+    hf = HF(config)
+    return context_length(hf, context_factor(hf))
+
+
 def rope_parameters(hf: HF) -> HF | None:
     """Return the dict that describes the rotation: `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     found = [reader for key in ("rope_parameters", "rope_scaling") if (reader := hf.sub(key)) is not None]

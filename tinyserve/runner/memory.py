@@ -46,8 +46,9 @@ class CachePlan:
         """One line for the log: where the memory goes and what the cache holds."""
         tokens = (self.num_blocks - 1) * self.block_size
         left = max(self.free_bytes - self.cache_bytes - self.step_bytes, 0)
+        step = f"largest step {self.step_bytes / GIB:.2f} GiB, " if self.step_bytes else ""  # not measured on a CPU
         text = (
-            f"memory: weights {self.weight_bytes / GIB:.2f} GiB, largest step {self.step_bytes / GIB:.2f} GiB, "
+            f"memory: weights {self.weight_bytes / GIB:.2f} GiB, {step}"
             f"KV cache {self.cache_bytes / GIB:.2f} GiB ({self.num_blocks} blocks of {self.block_size} tokens, "
             f"{tokens} in all), left {left / GIB:.2f} GiB; context {self.max_model_len} tokens"
         )

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
 from . import admin, anthropic, docs, models, responses, tokens
-from .errors import Failure, HeadersTooLarge, Unauthorized, answer_to, describe
+from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, answer_to, describe
 from .face import Service
 from .openai_chat import chat_completions
 from .openai_completions import completions
@@ -164,6 +164,9 @@ class Guard:
                 f"There are {len(headers)} headers with {size} bytes; at most {MAX_HEADERS} with {MAX_HEADER_BYTES} "
                 "bytes are allowed."
             )
+        names = {name for name, _ in headers}
+        if b"transfer-encoding" in names and b"content-length" in names:
+            raise Ambiguous("Content-Length and Transfer-Encoding contradict each other; send one of them.")
         if not self._keys or scope["method"] == "OPTIONS" or _path(scope) in OPEN:
             return
         sent = dict(reversed(headers))  # of a name that comes twice, the first counts

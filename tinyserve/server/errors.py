@@ -76,6 +76,10 @@ class HeadersTooLarge(RequestError):
     status = 431
 
 
+class Ambiguous(RequestError):
+    """Two statements of where the body ends: what a proxy takes for the next request may have passed its checks."""
+
+
 class Unauthorized(RequestError):
     """No key, or a wrong one."""
 
@@ -92,6 +96,8 @@ def describe(error: Exception) -> Failure:
     """What the client is told about `error`."""
     if isinstance(error, RequestError):
         headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+        if isinstance(error, Ambiguous):
+            headers = {"Connection": "close"}  # what follows on this connection is not to be trusted either
         return Failure(error.status, str(error), error.param, error.code, headers)
     if isinstance(error, Overloaded):
         return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
