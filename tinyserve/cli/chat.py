@@ -43,7 +43,9 @@ class Client:
         try:
             with self._open(path, json.dumps(body).encode()) as response:
                 for line in response:
-                    if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                    if line.strip() == b"data: [DONE]":
+                        return
+                    if not line.startswith(b"data: "):
                         continue
                     chunk = json.loads(line.removeprefix(b"data: "))
                     if "error" in chunk:
@@ -51,6 +53,7 @@ class Client:
                     yield chunk
         except (OSError, HTTPException) as error:
             raise EngineError(f"the connection to the server broke: {error}") from None
+        raise EngineError("the connection to the server ended before the answer did")
 
     def _open(self, path: str, body: bytes | None) -> Any:
         """Send a request and return the response, to be read piece by piece."""

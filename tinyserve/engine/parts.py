@@ -106,10 +106,9 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         device = Device.pick(config.model.device)
     with phases("files"):
         source = _resolve(config, config.model.model)
-        named = config.model.tokenizer
-        words = source if named is None else _resolve(config, named)
-        # Too long a context is refused here, and not after minutes of reading weights.
-        context(config.model.max_model_len, promised_length({**source.config(), **_overrides(config)}), None)
+        words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer)
+        promised = promised_length({**source.config(), **_overrides(config)})
+        context(config.model.max_model_len, promised, None)  # refused here, not after minutes of reading weights
     with phases("tokenizer"):
         if config.load.load_format == "dummy" and not (words.gguf or words.file("tokenizer.json")):
             _log.warning("%s has no tokenizer; with dummy weights, bytes stand in for one", words.name)

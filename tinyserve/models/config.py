@@ -9,7 +9,7 @@ Before: checkpoint/source.py gives the dict.  After: models/<family>.py, models/
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
