@@ -110,11 +110,10 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         promised = promised_length({**source.config(), **_overrides(config)})
         context(config.model.max_model_len, promised, None)  # refused here, not after minutes of reading weights
     with phases("tokenizer"):
-        if config.load.load_format == "dummy" and not (words.gguf or words.file("tokenizer.json")):
+        dummy = config.load.load_format == "dummy" and not (words.gguf or words.file("tokenizer.json"))
+        if dummy:
             _log.warning("%s has no tokenizer; with dummy weights, bytes stand in for one", words.name)
-            tokenizer = Tokenizer.stand_in()
-        else:
-            tokenizer = Tokenizer.load(words)
+        tokenizer = Tokenizer.stand_in() if dummy else Tokenizer.load(words)
         chat = {"template": _template(config, tokenizer), "parsing": choose_parsing(config, tokenizer)}
         defaults = GenerationDefaults.load(
             source,
