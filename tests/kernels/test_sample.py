@@ -134,6 +134,37 @@ def test_the_filter_keeps_what_is_above_and_the_first_ties(device):
     assert set(tokens.tolist()) == {7, 2047, 2048, 3000} and not bad.any()
 
 
+# top_k, top_p, min_p: none, each alone, k with p, all three, k above the number of peaks, a flat nucleus
+FILTERS = [
+    (0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.2), (20, 0.9, 0.0), (50, 0.8, 0.05), (6000, 1.0, 0.0),
+    (0, 0.95, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab, spread", [(320, 3.0), (20000, 4.0), (9000, 0.3)])
+def test_filters_are_found_on_the_way(device, dtype, vocab, spread):
+    """Tokens as with the thresholds of `threshold_reference`; rows that ask for none beside rows that do."""
+    rows = 2 * len(FILTERS)
+    logits = gapped(randn(rows, vocab, dtype=dtype, device=device, spread=spread))
+    temperature, seeds, positions = arguments(rows, device=device)
+    temperature[rows // 2 :] = 0.7
+    temperature[3] = 0.0
+    logits[6, 11] = NAN
+    columns = [torch.tensor(column, device=device).repeat(2) for column in zip(*FILTERS, strict=True)]
+    filters = (columns[0].int(), columns[1], columns[2])
+    given_ = (logits, temperature, seeds, positions)
+    log_z, expected_z = torch.empty(2, rows, device=device)
+
+    tokens, bad = sample(*given_, filters=filters, log_z=log_z)
+    expected, expected_bad = sample_reference(*given_, filters=filters, log_z=expected_z)
+
+    assert torch.equal(bad, expected_bad) and bad.sum() == 1
+    assert (tokens != expected).sum() <= 1  # a border of the CDF, or one token more or less in a nucleus
+    sure = (~bad) & (torch.arange(rows, device=device) != 3)
+    torch.testing.assert_close(log_z[sure], expected_z[sure], rtol=1e-4, atol=1e-4)
+    assert torch.equal(tokens, sample(*given_, filters=filters)[0])
+
+
 def test_frequencies_follow_the_softmax():
     """Chi-square over 10 cells, 9 degrees of freedom: 33.7 is exceeded once in 10**4 runs; the seeds are fixed."""
     count, logits = 40_000, torch.tensor([0.0, 1, 2, 3, -1, -INF, 0.5, 2.5, 1.5, -3, 0.1])
@@ -195,6 +226,8 @@ def test_the_end_of_the_distribution(monkeypatch):
 
 
 def test_refusals():
+    with pytest.raises(ValueError, match="sample: filters are"):
+        sample(torch.ones(2, 4), *arguments(2), filters=tuple(torch.ones(3, 1)))
     with pytest.raises(ValueError, match="sample: logits are"):
         sample(torch.ones(2, 4), *arguments(3))
     with pytest.raises(ValueError, match="last dimension must be contiguous"):
@@ -214,7 +247,7 @@ def test_more_than_2_to_the_31_logits(device):
 
 
 def compile_cases():
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):
         for filtered in (False, True):
 
             def case(dtype=dtype, filtered=filtered):
@@ -225,3 +258,7 @@ def compile_cases():
                 )
 
             yield case
+    row = torch.empty(3)
+    seeds, positions = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
+    filters = (torch.empty(3, dtype=torch.int32), row, row)
+    yield lambda: sample(torch.empty(3, 151936, dtype=torch.bfloat16), row, seeds, positions, filters=filters)

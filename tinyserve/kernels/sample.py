@@ -8,6 +8,10 @@ Stage 1, one program per (row, tile of 2048 ids), reads the logits once and leav
 the tile's sum of w. Stage 2, one program per row, walks the sums to the tile in which the target falls and reads that
 tile alone again. Bytes: L·V logits once, plus 16 bytes a tile. The sum of all w is there for nothing: log_z.
 
+With `filters` (top-k, top-p, min-p) the same two stages find each row's threshold on the way (`threshold.py`): stage 1
+leaves the peaks too, and stage 2 draws from the few candidates that it has searched. Whether a row asks for a filter is
+read on the device, so one captured graph serves every batch; a row that does not ask costs nothing more.
+
 Tiles are the same whatever the batch, so a row's sums, and its token, do not depend on the rows beside it.
 
 A row that holds NaN or +inf, or nothing above -inf, is flagged `bad`; its token is 0 and must not be used.
@@ -23,9 +27,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 from .philox import uniform_of, uniform_reference
-from .threshold import exp_
+from .threshold import (
+    CANDIDATES,
+    UNDER,
+    asks_for_filter,
+    border_of_row,
+    drop_of,
+    exp_,
+    peaks_of,
+    search_sizes,
+    threshold_reference,
+    value_of,
+)
 
 # Ids in one tile: 2048 to 4096 with 4 warps were best from 32 rows up, 1024 for one row by 0.3 us (H200, V 151936).
 # It is no launch option: a tuned value would change the sums, and with them a token now and then.
@@ -41,8 +56,11 @@ def sample_reference(
     last_tie: torch.Tensor | None = None,
     *,
     log_z: torch.Tensor | None = None,
+    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of `sample`, with its arguments."""
+    if filters is not None:
+        threshold, last_tie = threshold_reference(logits, temperature, *filters)
     if logits.shape[0] == 0:
         return temperature.new_empty(0, dtype=torch.int32), temperature.new_empty(0, dtype=torch.bool)
     logits = logits.float()
@@ -122,11 +140,17 @@ def _tile_kernel(
     tile_id_ptr,  # [L, tiles] int32: its lowest id
     tile_sum_ptr,  # [L, tiles] float32: sum of exp((logit - tile_top) / temperature) over kept tokens
     tile_bad_ptr,  # [L, tiles] int32: 1 if there is NaN or +inf
+    peaks_ptr,  # [L, tiles * TILE / UNDER] float32; written if SEARCH
     V,
     logits_stride,  # elements between rows
     FILTER: tl.constexpr,
+    SEARCH: tl.constexpr,
     TILE: tl.constexpr,
+    UNDER: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -145,6 +169,8 @@ def _tile_kernel(
     tl.store(tile_id_ptr + at, tile * TILE + index)
     tl.store(tile_sum_ptr + at, tl.sum(weight, axis=0))
     tl.store(tile_bad_ptr + at, tl.max(wrong.to(tl.int32), axis=0))
+    if SEARCH:
+        tl.store(peaks_ptr + at * (TILE // UNDER) + tl.arange(0, TILE // UNDER), peaks_of(logit, UNDER))
 
 
 @triton.jit
@@ -155,17 +181,76 @@ def _first_of(passed, real, index):
 
 
 @triton.jit
+def _draw_from_tiles(
+    row_ptr, sums, tile, top, scale, bound, last_tie, u, V, FILTER: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The token at u of the mass, from the tiles' sums and the one tile in which it falls."""
+    target = u * tl.sum(sums, axis=0)
+    ends = tl.cumsum(sums, axis=0)
+    found = _first_of(ends > target, sums > 0, tile)
+    before = tl.sum(tl.where(tile < found, sums, 0.0), axis=0)
+    lane = tl.arange(0, TILE)
+    ids = found * TILE + lane
+    logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+    keep = logit > float("-inf")
+    if FILTER:
+        keep &= _kept(logit, ids, bound, last_tie)
+    weight = tl.where(keep, tl.exp((logit - top) * scale), 0.0)
+    return found * TILE + _first_of(before + tl.cumsum(weight, axis=0) > target, weight > 0, lane)
+
+
+@triton.jit
+def _draw_from_candidates(key_ptr, id_ptr, found, top, scale, bound, last_tie, u, BLOCK: tl.constexpr):
+    """The token at u of the mass of the candidates kept, and that mass."""
+    lane = tl.arange(0, BLOCK)
+    ids = tl.load(id_ptr + lane, mask=lane < found, other=0)
+    logit = value_of(tl.load(key_ptr + lane, mask=lane < found, other=-0x80000000))
+    keep = (lane < found) & (logit > float("-inf")) & _kept(logit, ids, bound, last_tie)
+    weight = tl.where(keep, tl.exp((logit - top) * scale), 0.0)
+    total = tl.sum(weight, axis=0)
+    at = _first_of(tl.cumsum(weight, axis=0) > u * total, weight > 0, lane)
+    return tl.load(id_ptr + at), total
+
+
+@triton.jit
+def _draw_from_row(row_ptr, V, top, scale, bound, last_tie, u, TILE: tl.constexpr):
+    """The token at u of the mass kept of a whole row, and that mass: a pass for the mass, and one up to the token."""
+    lane = tl.arange(0, TILE)
+    total = 0.0
+    for start in range(0, V, TILE):
+        logit = tl.load(row_ptr + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
+        keep = (logit > float("-inf")) & _kept(logit, start + lane, bound, last_tie)
+        total += tl.sum(tl.where(keep, tl.exp((logit - top) * scale), 0.0), axis=0)
+    before = 0.0
+    token = 0
+    start = 0
+    while (start < V) & (before <= u * total):
+        logit = tl.load(row_ptr + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
+        keep = (logit > float("-inf")) & _kept(logit, start + lane, bound, last_tie)
+        weight = tl.where(keep, tl.exp((logit - top) * scale), 0.0)
+        mass = tl.sum(weight, axis=0)
+        at = _first_of(before + tl.cumsum(weight, axis=0) > u * total, weight > 0, lane)
+        token = tl.where(mass > 0, start + at, token)
+        before += mass
+        start += TILE
+    return token, total
+
+
+@triton.jit
 def _pick_kernel(
     logits_ptr,  # [L, V]
     temperature_ptr,  # [L]
     seeds_ptr,  # [L] int64
     positions_ptr,  # [L]
-    threshold_ptr,  # [L]; read if FILTER
-    last_tie_ptr,  # [L] int32; read if FILTER
+    threshold_ptr,  # [L]; read if FILTER; top_k [L] int32 if SEARCH
+    last_tie_ptr,  # [L] int32; read if FILTER; top_p [L] if SEARCH
+    min_p_ptr,  # [L]; read if SEARCH
     tile_top_ptr,  # [L, tiles] float32
     tile_id_ptr,  # [L, tiles] int32
     tile_sum_ptr,  # [L, tiles] float32
     tile_bad_ptr,  # [L, tiles] int32
+    peaks_ptr,  # [L, tiles * TILE / UNDER] float32; read if SEARCH
+    scratch_ptr,  # [L, PEAKS + 2 CANDIDATES] int32; used if SEARCH
     token_ptr,  # [L] int32
     bad_ptr,  # [L] int8
     log_z_ptr,  # [L] float32; written if LOG_Z
@@ -173,11 +258,21 @@ def _pick_kernel(
     logits_stride,  # elements between rows
     tiles,
     FILTER: tl.constexpr,
+    SEARCH: tl.constexpr,
     LOG_Z: tl.constexpr,
     TILES: tl.constexpr,  # a power of two, at least tiles
     TILE: tl.constexpr,
+    PEAKS: tl.constexpr,
+    UNDER: tl.constexpr,
+    GROUP: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_stride
     tile = tl.arange(0, TILES)
     there = tile < tiles
     at = row * tiles + tile
@@ -192,18 +287,30 @@ def _pick_kernel(
     total = tl.sum(sums, axis=0)
     token = tl.load(tile_id_ptr + row * tiles + best)
     if (temperature > 0) & (bad == 0):
-        target = uniform_of(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * total
-        ends = tl.cumsum(sums, axis=0)
-        found = _first_of(ends > target, sums > 0, tile)
-        before = tl.sum(tl.where(tile < found, sums, 0.0), axis=0)
-        lane = tl.arange(0, TILE)
-        ids = found * TILE + lane
-        logit = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-        keep = logit > float("-inf")
-        if FILTER:
-            keep &= _kept(logit, ids, tl.load(threshold_ptr + row), tl.load(last_tie_ptr + row))
-        weight = tl.where(keep, tl.exp((logit - top) * scale), 0.0)
-        token = found * TILE + _first_of(before + tl.cumsum(weight, axis=0) > target, weight > 0, lane)
+        u = uniform_of(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        bound = tl.load(threshold_ptr + row)
+        last_tie = tl.load(last_tie_ptr + row)
+        if SEARCH:
+            drop = drop_of(temperature, tl.load(min_p_ptr + row))
+            if asks_for_filter(temperature, bound, last_tie, drop, V):
+                scratch_ptr += row * (PEAKS + 2 * CANDIDATES)
+                key_ptr = scratch_ptr + PEAKS
+                id_ptr = key_ptr + CANDIDATES
+                count = tiles * (TILE // UNDER)
+                border, tie, found = border_of_row(
+                    row_ptr, peaks_ptr + row * count, scratch_ptr, key_ptr, id_ptr, V, count, top, total, scale,
+                    bound, last_tie, drop, PEAKS, UNDER, GROUP, CANDIDATES, FEW, 4096,
+                )  # fmt: skip
+                if found <= FEW:
+                    token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, FEW)
+                elif found <= CANDIDATES:
+                    token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, CANDIDATES)
+                else:
+                    token, total = _draw_from_row(row_ptr, V, top, scale, border, tie, u, TILE)
+            else:
+                token = _draw_from_tiles(row_ptr, sums, tile, top, scale, 0.0, 0, u, V, False, TILE)
+        else:
+            token = _draw_from_tiles(row_ptr, sums, tile, top, scale, bound, last_tie, u, V, FILTER, TILE)
     tl.store(token_ptr + row, tl.where(bad, 0, token))
     tl.store(bad_ptr + row, bad.to(tl.int8))
     if LOG_Z:
@@ -219,6 +326,7 @@ def sample(
     last_tie: torch.Tensor | None = None,
     *,
     log_z: torch.Tensor | None = None,
+    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose one token per row.
 
@@ -228,6 +336,8 @@ def sample(
         seeds: [L] int64.   positions: [L] int32 or int64, where the token will stand; with the seed its random number.
         threshold: [L] float32, smallest logit that may be drawn (see `threshold.py`); None: no row asks for a filter.
         last_tie: [L] int32, largest id that may be drawn among logits equal to the threshold.
+        filters: (top_k [L] int32, top_p [L] float32, min_p [L] float32) as in `threshold.py`, instead of the two above:
+            the threshold is found on the way, and rows that ask for none cost nothing.
         log_z: [L] float32, filled when given: log of the sum of exp(logit / temperature) over tokens that may be drawn.
 
     Returns:
@@ -242,24 +352,40 @@ def sample(
         raise ValueError(
             f"sample: logits are {[L, V]}, temperature {list(temperature.shape)}, seeds {list(seeds.shape)}"
         )
+    if filters is not None and (threshold is not None or any(part.shape != (L,) for part in filters)):
+        raise ValueError(f"sample: filters are {[list(part.shape) for part in filters]}, for {L} rows")
     if not use_kernel(logits):
-        return sample_reference(logits, temperature, seeds, positions, threshold, last_tie, log_z=log_z)
+        options = {"log_z": log_z, "filters": filters}
+        return sample_reference(logits, temperature, seeds, positions, threshold, last_tie, **options)
     tokens = logits.new_empty(L, dtype=torch.int32)
     bad = logits.new_empty(L, dtype=torch.bool)
-    if L == 0:
-        return tokens, bad
-    tiles = cdiv(V, TILE)
+    if L:
+        bounds = (temperature, positions, temperature) if threshold is None else (threshold, last_tie, temperature)
+        outputs = (tokens, bad.view(torch.int8), log_z)
+        rows = (logits, temperature, seeds, positions)
+        _launch(rows, filters or bounds, outputs, given=threshold is not None, search=filters is not None)
+    return tokens, bad
+
+
+def _launch(rows, bounds, outputs, *, given: bool, search: bool) -> None:
+    """Both stages. Unused pointers point at something that is there and are not used."""
+    logits, temperature, seeds, positions = rows
+    tokens, bad, log_z = outputs
+    (L, V), tiles, sizes = logits.shape, cdiv(logits.shape[1], TILE), search_sizes(logits.shape[1])
     tops, sums = (logits.new_empty(L, tiles, dtype=torch.float32) for _ in range(2))
     best, wrong = (logits.new_empty(L, tiles, dtype=torch.int32) for _ in range(2))
-    options = choose("sample", logits, {"num_warps": 4}, rows=L, vocab=V)
-    filters = (threshold, last_tie) if threshold is not None else (temperature, positions)
-    switch = {"FILTER": threshold is not None, "TILE": TILE, **options}
+    peaks, scratch = tops, best
+    if search:
+        peaks = logits.new_empty(L, tiles * (TILE // UNDER), dtype=torch.float32)
+        scratch = logits.new_empty(L, sizes["PEAKS"] + 2 * CANDIDATES, dtype=torch.int32)
+    options = choose("sample", logits, {"num_warps": 4, "pick_warps": 8 if search else 4}, vocab=V)
+    switch = {"FILTER": given, "SEARCH": search, "TILE": TILE} | overlap(logits)
     _tile_kernel[(L, tiles)](
-        logits, temperature, *filters, tops, best, sums, wrong, V, logits.stride(0), **switch
+        logits, temperature, *bounds[:2], tops, best, sums, wrong, peaks, V, logits.stride(0), UNDER=UNDER,
+        num_warps=options["num_warps"], **switch,
     )  # fmt: skip
     _pick_kernel[(L,)](
-        logits, temperature, seeds, positions, *filters, tops, best, sums, wrong,
-        tokens, bad.view(torch.int8), tops if log_z is None else log_z, V, logits.stride(0), tiles,
-        LOG_Z=log_z is not None, TILES=next_power_of_2(tiles), **switch,
+        logits, temperature, seeds, positions, *bounds, tops, best, sums, wrong, peaks, scratch,
+        tokens, bad, tops if log_z is None else log_z, V, logits.stride(0), tiles,
+        LOG_Z=log_z is not None, TILES=next_power_of_2(tiles), num_warps=options["pick_warps"], **sizes, **switch,
     )  # fmt: skip
-    return tokens, bad

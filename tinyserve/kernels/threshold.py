@@ -8,11 +8,15 @@
 All three keep the upper part of a row, so one number says it all, and the sampler applies it while it reads the logits:
 no second copy of [L, V]. Where top-p cuts through a group of equal logits, `last_tie` is the last id of the group kept.
 
-The search is a bisection over the integers that order float32 (`ordered_key`): each pass over the row measures how many
-tokens, or how much mass, stand at or above a pivot, and also finds the nearest keys on either side, so that the bracket
-always ends on keys that exist. It takes at most 32 passes, in practice about 20, and exactly finds the k-th largest.
-One program does one row and reads it once a pass (from cache: a row of 151936 in bf16 is 300 KB); a row that asks for
-nothing costs one program that ends at once.
+Stage 1, one program per (row, tile of 2048 ids), reads the logits once and leaves the peak of each 128 ids. k peaks are
+k tokens, so the k-th largest peak is not above the k-th largest logit; in the same way peaks that hold p of the mass
+bound the border of top-p, and min-p is a bound by itself. Stage 2, one program per row, finds that bound among the
+peaks, copies out the candidates, which are the tokens at or above it and lie under few peaks, and searches among them
+by bisection over the integers that order float32 (`ordered_key`), in registers. So the logits are read once, by as many
+programs as there are tiles, whatever is asked; a row that asks for nothing costs one program that ends at once.
+
+Where the bound fails (top-p over a flat row, whose border lies below most tokens, or k above the number of peaks) there
+are too many candidates, and stage 2 bisects over the whole row: at most 32 passes, in practice about 20, from cache.
 
 Source: Park et al., "Qrita: High-performance Top-k and Top-p using Pivot-based Truncation", arXiv:2602.01518, for the
 pivot search; Holtzman et al., "The Curious Case of Neural Text Degeneration", arXiv:1904.09751, for top-p.
@@ -24,12 +28,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 # Of the reference, at V 49152 on one core: topk takes 0.1 ms up to here, kthvalue 0.1 to 0.5 ms for any k.
 SMALL_K = 128
 SORT_AT_MOST = 1024  # ten halvings cost 0.2 ms; sorting 20000 candidates costs 1.5 ms
 INF = float("inf")
+
+TILE = 2048  # ids of a program of stage 1
+UNDER = 128  # ids under one peak
+CANDIDATES = 4096  # most of a row that are searched in registers; of these usually fewer than
+FEW = 512
+GROUP = 32  # peaks whose ids are copied at a time
+LEAST = tl.constexpr(-0x80000000)
 
 
 def threshold_reference(
@@ -129,7 +140,7 @@ def ordered_key(x):
 
 
 @triton.jit
-def _value_of(key):
+def value_of(key):
     """The float32 of an ordered key."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
@@ -170,6 +181,18 @@ def _search(row_ptr, V, low, high, target, top, scale, WEIGH: tl.constexpr, BLOC
 
 
 @triton.jit
+def _search_block(keys, amounts, low, high, target):
+    """As `_search`, among keys that are held in registers; each counts as its amount."""
+    middle = (low & high) + ((low ^ high) >> 1)
+    while middle > low:
+        enough = tl.sum(tl.where(keys >= middle, amounts, 0.0), axis=0) >= target
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        middle = (low & high) + ((low ^ high) >> 1)
+    return low
+
+
+@triton.jit
 def _nth_equal(row_ptr, V, key, count, BLOCK: tl.constexpr):
     """The id of the `count`-th token (from 1) whose key is `key`; V - 1 if there are fewer."""
     found = V - 1
@@ -185,50 +208,248 @@ def _nth_equal(row_ptr, V, key, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def peaks_of(logit, UNDER: tl.constexpr):
+    """The largest of every UNDER neighbours of a tile: [TILE] -> [TILE / UNDER]."""
+    return tl.max(tl.reshape(logit, [logit.shape[0] // UNDER, UNDER]), axis=1)
+
+
+@triton.jit
+def _bound(peaks_ptr, count, low, high, top, top_k, top_p, total, scale, PEAKS: tl.constexpr):
+    """A key that is at most the border, from the peaks of the row, and whether they hold one.
+
+    With top-k or min-p, all that is kept is at or above the key; with top-p alone, p of the mass is.
+    """
+    lane = tl.arange(0, PEAKS)
+    peak = tl.load(peaks_ptr + lane, mask=lane < count, other=float("-inf"))
+    keys = tl.where(lane < count, ordered_key(peak), LEAST)
+    least = tl.zeros_like(low) - 0x7F800001  # the key of -inf
+    found = low > least
+    if (top_k > 0) & (top_k <= count):
+        kth = _search_block(keys, (lane < count).to(tl.float32), least, high, top_k.to(tl.float32))
+        low = tl.maximum(low, kth)
+        found = low > least
+    if (found == 0) & (top_k <= 0) & (top_p < 1):
+        mass = tl.where(keys > least, tl.exp((peak - top) * scale), 0.0)
+        wanted = top_p * total * 1.00001  # sums in another order may differ by this much
+        if tl.sum(mass, axis=0) >= wanted:
+            low = _search_block(keys, mass, least + 1, high, wanted)
+            found = low > least
+    return low, found
+
+
+@triton.jit
+def _copy_candidates(
+    row_ptr, peaks_ptr, under_ptr, key_ptr, id_ptr, V, count, low,
+    PEAKS: tl.constexpr, UNDER: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Keys and ids of the tokens with key >= low, by id, to scratch; how many there are, of which CANDIDATES fit."""
+    lane = tl.arange(0, PEAKS)
+    peak = tl.load(peaks_ptr + lane, mask=lane < count, other=float("-inf"))
+    high_enough = ((lane < count) & (ordered_key(peak) >= low)).to(tl.int32)
+    tl.store(under_ptr + tl.cumsum(high_enough, axis=0) - 1, lane, mask=high_enough > 0)
+    groups = tl.sum(high_enough, axis=0)
+    tl.debug_barrier()
+    found = 0
+    start = 0
+    while (start < groups) & (found <= CANDIDATES):
+        place = start + tl.arange(0, GROUP)
+        under = tl.load(under_ptr + place, mask=place < groups, other=0)
+        ids = under[:, None] * UNDER + tl.arange(0, UNDER)[None, :]
+        real = (place < groups)[:, None] & (ids < V)
+        key = ordered_key(tl.load(row_ptr + ids, mask=real, other=float("-inf")).to(tl.float32))
+        take = tl.reshape((real & (key >= low)).to(tl.int32), [GROUP * UNDER])
+        to = found + tl.cumsum(take, axis=0) - 1
+        fits = (take > 0) & (to < CANDIDATES)
+        tl.store(key_ptr + to, tl.reshape(key, [GROUP * UNDER]), mask=fits)
+        tl.store(id_ptr + to, tl.reshape(ids, [GROUP * UNDER]), mask=fits)
+        found += tl.sum(take, axis=0)
+        start += GROUP
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def _among(key_ptr, id_ptr, count, V, low, high, top, top_k, top_p, total, scale, limited, BLOCK: tl.constexpr):
+    """The border (key, last tie) among `count` candidates, which fit a block. `limited`: nothing else was left."""
+    lane = tl.arange(0, BLOCK)
+    there = lane < count
+    keys = tl.load(key_ptr + lane, mask=there, other=-0x80000000)
+    last_tie = V - 1
+    if (top_k > 0) & (top_k < count):
+        low = _search_block(keys, there.to(tl.float32), low, high, top_k.to(tl.float32))
+    if top_p < 1:
+        mass = tl.where(keys >= low, tl.exp((value_of(keys) - top) * scale), 0.0)
+        if limited:
+            total = tl.sum(mass, axis=0)
+        low = _search_block(keys, mass, low, high, top_p * total)
+        above = tl.sum(tl.where(keys > low, mass, 0.0), axis=0)
+        ties = tl.ceil((top_p * total - above) / tl.exp((value_of(low) - top) * scale))
+        ties = tl.maximum(tl.minimum(ties, V), 1).to(tl.int32)
+        equal = (keys == low).to(tl.int32)
+        hit = (equal > 0) & (tl.cumsum(equal, axis=0) == ties)
+        ids = tl.load(id_ptr + lane, mask=hit, other=0x7FFFFFFF)
+        last_tie = tl.minimum(tl.min(ids, axis=0), V - 1)
+    return low, last_tie
+
+
+@triton.jit
+def _over_row(row_ptr, V, low, high, top, top_k, top_p, scale, BLOCK: tl.constexpr):
+    """The border (key, last tie) by passes over the whole row."""
+    last_tie = V - 1
+    if (top_k > 0) & (top_k < V):
+        least = tl.zeros_like(low) - 0x7F800001  # the key of -inf
+        low = tl.maximum(low, _search(row_ptr, V, least, high, top_k.to(tl.float32), top, scale, False, BLOCK))
+    if top_p < 1:
+        total, _, _ = _at_or_above(row_ptr, V, low, top, scale, True, BLOCK)
+        low = _search(row_ptr, V, low, high, top_p * total, top, scale, True, BLOCK)
+        mass, _, _ = _at_or_above(row_ptr, V, low + 1, top, scale, True, BLOCK)
+        ties = tl.ceil((top_p * total - mass) / tl.exp((value_of(low) - top) * scale))
+        ties = tl.maximum(tl.minimum(ties, V), 1).to(tl.int32)
+        last_tie = _nth_equal(row_ptr, V, low, ties, BLOCK)
+    return low, last_tie
+
+
+@triton.jit
+def border_of_row(
+    row_ptr,  # [V] logits
+    peaks_ptr,  # [count] float32
+    under_ptr,  # [count] int32, scratch
+    key_ptr,  # [CANDIDATES] int32, scratch: the candidates' keys
+    id_ptr,  # [CANDIDATES] int32, scratch: and ids, rising
+    V,
+    count,
+    top,  # the largest logit
+    total,  # sum of exp((logit - top) * scale)
+    scale,  # 1 / temperature
+    top_k,  # 0: off
+    top_p,
+    drop,  # temperature * ln(min_p), -inf for off
+    PEAKS: tl.constexpr,
+    UNDER: tl.constexpr,
+    GROUP: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(bound, last tie, found): the smallest logit kept. Up to CANDIDATES found: all kept are in scratch; else not."""
+    high = ordered_key(top) + 1
+    low = ordered_key(top + drop)
+    top_k = tl.where(top_k < V, top_k, 0)
+    limited = (top_k > 0) | (drop > float("-inf"))
+    bound, certain = _bound(peaks_ptr, count, low, high, top, top_k, top_p, total, scale, PEAKS)
+    found = CANDIDATES + 1
+    if certain:
+        found = _copy_candidates(
+            row_ptr, peaks_ptr, under_ptr, key_ptr, id_ptr, V, count, bound, PEAKS, UNDER, GROUP, CANDIDATES
+        )
+    if found <= FEW:
+        low, last_tie = _among(key_ptr, id_ptr, found, V, bound, high, top, top_k, top_p, total, scale, limited, FEW)
+    elif found <= CANDIDATES:
+        low, last_tie = _among(
+            key_ptr, id_ptr, found, V, bound, high, top, top_k, top_p, total, scale, limited, CANDIDATES
+        )
+    else:
+        low, last_tie = _over_row(row_ptr, V, low, high, top, top_k, top_p, scale, BLOCK)
+    return value_of(low), last_tie, found
+
+
+@triton.jit
+def asks_for_filter(temperature, top_k, top_p, drop, V):
+    """Whether a row is drawn from less than all tokens."""
+    return (temperature > 0) & (((top_k > 0) & (top_k < V)) | (top_p < 1) | (drop > float("-inf")))
+
+
+@triton.jit
+def drop_of(temperature, min_p):
+    """How far below the largest logit min-p reaches; -inf if it is off."""
+    return tl.where(min_p > 0, temperature * tl.log(min_p), float("-inf"))
+
+
+@triton.jit
+def _peaks_kernel(
+    logits_ptr,  # [L, V]
+    temperature_ptr,  # [L]
+    peaks_ptr,  # [L, tiles * TILE / UNDER] float32
+    mass_ptr,  # [L, tiles] float32: sum of exp((logit - largest of the tile) / temperature)
+    V,
+    logits_stride,  # elements between rows
+    TILE: tl.constexpr,
+    UNDER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    wait_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    logit = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row)
+    top = tl.max(logit, axis=0)
+    weight = tl.where(logit > float("-inf"), tl.exp((logit - top) / tl.where(temperature > 0, temperature, 1.0)), 0.0)
+    at = row * tl.num_programs(1) + tile
+    tl.store(peaks_ptr + at * (TILE // UNDER) + tl.arange(0, TILE // UNDER), peaks_of(logit, UNDER))
+    tl.store(mass_ptr + at, tl.sum(weight, axis=0))
+
+
+@triton.jit
 def _threshold_kernel(
     logits_ptr,  # [L, V]
     temperature_ptr,  # [L]
     top_k_ptr,  # [L] int32
     top_p_ptr,  # [L]
-    drop_ptr,  # [L] float32: temperature * ln(min_p), -inf for off
+    min_p_ptr,  # [L]
+    peaks_ptr,  # [L, count] float32
+    mass_ptr,  # [L, tiles] float32
+    scratch_ptr,  # [L, PEAKS + 2 CANDIDATES] int32
     threshold_ptr,  # [L] float32
     last_tie_ptr,  # [L] int32
     V,
     logits_stride,  # elements between rows
-    BLOCK: tl.constexpr,
+    tiles,
+    TILES: tl.constexpr,  # a power of two, at least tiles
+    PER_TILE: tl.constexpr,  # peaks of a tile
+    PEAKS: tl.constexpr,  # a power of two, at least count
+    UNDER: tl.constexpr,
+    GROUP: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK: tl.constexpr,  # of a pass over the whole row
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_stride
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
-    drop = tl.load(drop_ptr + row)
-    limits = (top_k > 0) & (top_k < V)
+    drop = drop_of(temperature, tl.load(min_p_ptr + row))
     bound = float("-inf")
     last_tie = V - 1
-    if (temperature > 0) & (limits | (top_p < 1) | (drop > float("-inf"))):
+    if asks_for_filter(temperature, top_k, top_p, drop, V):
+        count = tiles * PER_TILE
+        peaks_ptr += row * count
         scale = 1.0 / temperature
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, V, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-            best = tl.maximum(best, logit)
-        top = tl.max(best, axis=0)
-        high = ordered_key(top) + 1
-        low = ordered_key(top + drop)
-        if limits:
-            least = tl.zeros_like(low) - 0x7F800001  # the key of -inf
-            low = tl.maximum(low, _search(row_ptr, V, least, high, top_k.to(tl.float32), top, scale, False, BLOCK))
-        if top_p < 1:
-            total, _, _ = _at_or_above(row_ptr, V, low, top, scale, True, BLOCK)
-            low = _search(row_ptr, V, low, high, top_p * total, top, scale, True, BLOCK)
-            mass, _, _ = _at_or_above(row_ptr, V, low + 1, top, scale, True, BLOCK)
-            ties = tl.ceil((top_p * total - mass) / tl.exp((_value_of(low) - top) * scale))
-            ties = tl.maximum(tl.minimum(ties, V), 1).to(tl.int32)
-            last_tie = _nth_equal(row_ptr, V, low, ties, BLOCK)
-        bound = _value_of(low)
+        tile = tl.arange(0, TILES)
+        each = tile[:, None] * PER_TILE + tl.arange(0, PER_TILE)[None, :]
+        peaks = tl.load(peaks_ptr + each, mask=each < count, other=float("-inf"))
+        tops = tl.max(peaks, axis=1)
+        mass = tl.load(mass_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+        top = tl.max(tops, axis=0)
+        total = tl.sum(tl.where(mass > 0, mass * tl.exp((tops - top) * scale), 0.0), axis=0)
+        scratch_ptr += row * (PEAKS + 2 * CANDIDATES)
+        key_ptr = scratch_ptr + PEAKS
+        bound, last_tie, _ = border_of_row(
+            logits_ptr + row * logits_stride, peaks_ptr, scratch_ptr, key_ptr, key_ptr + CANDIDATES,
+            V, count, top, total, scale, top_k, top_p, drop, PEAKS, UNDER, GROUP, CANDIDATES, FEW, BLOCK,
+        )  # fmt: skip
     tl.store(threshold_ptr + row, bound)
     tl.store(last_tie_ptr + row, last_tie)
+
+
+def search_sizes(V: int) -> dict[str, int]:
+    """The sizes that `border_of_row` is compiled for; scratch of a row is PEAKS + 2 CANDIDATES numbers."""
+    peaks = next_power_of_2(cdiv(V, TILE) * (TILE // UNDER))
+    return {"PEAKS": peaks, "UNDER": UNDER, "GROUP": GROUP, "CANDIDATES": CANDIDATES, "FEW": FEW}
 
 
 def threshold(
@@ -262,9 +483,17 @@ def threshold(
     out = logits.new_empty(L, dtype=torch.float32)
     last_tie = logits.new_empty(L, dtype=torch.int32)
     if L:
-        block = min(next_power_of_2(V), 4096)
-        options = choose("threshold", logits, {"BLOCK": block, "num_warps": 8}, rows=L, vocab=V)
+        tiles, sizes = cdiv(V, TILE), search_sizes(V)
+        peaks = logits.new_empty(L, tiles * (TILE // UNDER), dtype=torch.float32)
+        mass = logits.new_empty(L, tiles, dtype=torch.float32)
+        scratch = logits.new_empty(L, sizes["PEAKS"] + 2 * CANDIDATES, dtype=torch.int32)
+        _peaks_kernel[(L, tiles)](
+            logits, temperature, peaks, mass, V, logits.stride(0), TILE=TILE, UNDER=UNDER, num_warps=4,
+            **overlap(logits),
+        )  # fmt: skip
+        options = choose("threshold", logits, {"BLOCK": 4096, "num_warps": 8}, vocab=V)
         _threshold_kernel[(L,)](
-            logits, temperature, top_k, top_p, _drop(temperature, min_p), out, last_tie, V, logits.stride(0), **options
+            logits, temperature, top_k, top_p, min_p, peaks, mass, scratch, out, last_tie, V, logits.stride(0), tiles,
+            TILES=next_power_of_2(tiles), PER_TILE=TILE // UNDER, **sizes, **options, **overlap(logits),
         )  # fmt: skip
     return out, last_tie
