@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 from tinyserve import config
-from tinyserve.server import bodies
+from tinyserve.server import anthropic, bodies, generate, responses_items
 from tinyserve.server.app import ROUTES
 from tinyserve.server.fields import Fields
 from tinyserve.server.schema import Param, either, inside, integer, listed, sampled, text
@@ -27,6 +27,18 @@ OF_CHAT = """messages top_logprobs max_completion_tokens tools tool_choice paral
     include_reasoning add_generation_prompt continue_final_message documents chat_template chat_template_kwargs
     media_io_kwargs mm_processor_kwargs return_prompt_text return_weight_versions routed_experts_prompt_start"""
 OF_TEXT = "prompt prompt_embeds suffix"
+
+
+NOT_YET = {
+    "include_reasoning", "parallel_tool_calls", "reasoning.effort", "text.format", "tool_choice.name",
+    "tool_choice.type", "tool_choice.disable_parallel_tool_use", "thinking.type", "thinking.budget_tokens",
+}  # fmt: skip
+
+
+def inner_of(name, param):
+    """The fields of an object field, by their paths."""
+    inner = param.kind.inner
+    return [(f"{name}.{part.name}", part) for part in inner.params.values()] if inner else []
 
 
 async def call(method, url, engine=None, **arguments):
@@ -62,7 +74,13 @@ def test_every_known_field_is_declared():
 
 @pytest.mark.parametrize(
     ("url", "body", "declared"),
-    [("/v1/chat/completions", HI, bodies.CHAT), ("/v1/completions", {"prompt": "x"}, bodies.COMPLETION)],
+    [
+        ("/v1/chat/completions", HI, bodies.CHAT),
+        ("/v1/completions", {"prompt": "x"}, bodies.COMPLETION),
+        ("/v1/responses", {"input": "x"}, responses_items.BODY),
+        ("/v1/messages", {**HI, "max_tokens": 3, "output_config": {"effort": "low"}}, anthropic.BODY),
+        ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"logprobs": 1}}, generate.BODY),
+    ],
 )
 def test_every_declared_field_is_read_or_refused_or_said_to_change_nothing(run, monkeypatch, url, body, declared):
     read = set()
@@ -70,10 +88,15 @@ def test_every_declared_field_is_read_or_refused_or_said_to_change_nothing(run, 
     monkeypatch.setattr(Fields, "raw", lambda self, name: read.add(self.path + name) or raw(self, name))
     run(call("POST", url, json={**body, "stream": True, "logprobs": 1 if "prompt" in body else True}))
     run(call("POST", url, json={**body, "use_beam_search": True}))
-    unread = {name for name, param in declared.params.items() if param.refused is None} - read
-    harmless = {name for name in unread if "changes no answer" in declared.params[name].help}
+    names = {
+        path: param
+        for name, outer in declared.params.items()
+        for path, param in [(name, outer), *inner_of(name, outer)]
+        if param.refused is None and "changes no answer" not in param.help
+    }
+    unread = set(names) - read - {name for name in names if name.split(".")[0] in ("stream_options", "response_format")}
 
-    assert unread - harmless <= {"include_reasoning", "parallel_tool_calls"}, unread - harmless
+    assert unread <= NOT_YET, unread
 
 
 @pytest.mark.parametrize(

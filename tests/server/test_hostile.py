@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from tinyserve.server import bodies as bodies_of
 from tinyserve.server.anthropic import BODY as MESSAGES
+from tinyserve.server.generate import BODY as GENERATE
 from tinyserve.server.responses_items import BODY as RESPONSES
 
 from .conftest import FakeEngine, client_of, events, strict
 from .test_anthropic import told as messages_told
 from .test_responses import told as responses_told
 
-BODIES = (bodies_of.CHAT, bodies_of.COMPLETION, bodies_of.TOKENIZE, bodies_of.DETOKENIZE, RESPONSES, MESSAGES)
+BODIES = (bodies_of.CHAT, bodies_of.COMPLETION, bodies_of.TOKENIZE, bodies_of.DETOKENIZE, RESPONSES, MESSAGES, GENERATE)
 NAMES = sorted({name for body in BODIES for name in body.params})
 scalars = st.none() | st.booleans() | st.integers(-3, 300) | st.sampled_from([2**63, -(2**63), 1e300, 0.5, 1.0])
 scalars |= st.text(max_size=4) | st.sampled_from(["user", "assistant", "none", "auto", "text", "left", "tiny"])
@@ -28,13 +29,18 @@ values = st.recursive(
 bodies = st.dictionaries(st.sampled_from(NAMES), values, max_size=6)
 GOOD = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]}, "/v1/completions": {"prompt": "x"},
         "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}, "/v1/responses": {"input": "x"},
-        "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}}  # fmt: skip
+        "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9},
+        "/inference/v1/generate": {"token_ids": [97], "sampling_params": {}}}  # fmt: skip
 
-READERS = {"/v1/responses": responses_told, "/v1/messages": messages_told}
+READERS = {
+    "/inference/v1/generate": lambda response: None,
+    "/v1/responses": responses_told,
+    "/v1/messages": messages_told,
+}
 
 
 def test_no_body_is_a_server_error():
-    """120 random bodies on each of six routes; the engine's own face is faked, so a 500 would be the server's."""
+    """120 random bodies on each of seven routes; the engine's own face is faked, so a 500 would be the server's."""
 
     @settings(max_examples=120, deadline=None, derandomize=True)
     @given(bodies, st.booleans())

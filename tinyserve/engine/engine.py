@@ -266,8 +266,8 @@ class Engine:
         self._admit()
         return await search(self, Call(prompt=prompt, add_special_tokens=add_special_tokens), params)
 
-    def abort(self, request_id: str) -> int:
-        """End the request with this id, wherever it is; its reader gets what there is and finish_reason ABORT.
+    def abort(self, request_id: str | None) -> int:
+        """End the request with this id (None: all), wherever it is; its reader gets what there is and ABORT.
 
         Returns: how many answers were running (0: unknown or already ended).
         """
@@ -349,9 +349,12 @@ class Engine:
             await asyncio.wait(self._tasks[:1])
         self.check_health()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes that no request uses now. Returns whether all are forgotten."""
-        return self.machine.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forget cached prefixes that no request uses now. Returns whether all are forgotten.
+
+        preempt_running: put running requests back into the queue first; their blocks go once no step uses them.
+        """
+        return self.machine.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def stats(self) -> Any:
         """Numbers of the moment, from the scheduler."""

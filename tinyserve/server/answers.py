@@ -96,6 +96,18 @@ MESSAGE = record(
                  cache_creation_input_tokens="integer"),
 )  # fmt: skip
 COUNT = record(input_tokens="integer")
+GENERATED = record(
+    request_id="string",
+    choices=rows(record(
+        index="integer", token_ids=rows("integer"), finish_reason=FINISH, stop_reason=STOP_REASON,
+        logprobs=or_null(record(content=rows("object", "token_id, logprob, rank and top_logprobs."))),
+    )),
+    prompt_logprobs=or_null(rows({})), usage=USAGE,
+)  # fmt: skip
+PAUSED = record(is_paused="boolean")
+SUCCESS = record(success="boolean")
+ABORTED = record(aborted=of("integer", "Answers that were running or waiting."))
+INFO = record(version="string", config={}, model="object", now="object", system="object")
 DELETED = record(id="string", object="string", deleted="boolean")
 MODEL = record(
     id="string", object="string", created="integer", owned_by="string", root="string", parent="string?",

@@ -23,9 +23,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
-from . import admin, anthropic, docs, models, responses, tokens
+from . import admin, anthropic, control, docs, models, responses, tokens
 from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, answer_to, describe
 from .face import Service
+from .generate import generate
 from .openai_chat import chat_completions
 from .openai_completions import completions
 
@@ -47,6 +48,8 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
     ("POST", "/v1/messages", anthropic.messages),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+    ("POST", "/inference/v1/generate", generate),
+    ("POST", "/inference/v1/abort_requests", control.abort_requests),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{name:path}", models.one_model),
     ("POST", "/tokenize", tokens.tokenize),
@@ -56,6 +59,12 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/ping", admin.health),
     ("GET", "/version", admin.version),
     ("GET", "/load", admin.load),
+    ("GET", "/server_info", control.server_info),
+    ("POST", "/pause", control.pause),
+    ("POST", "/resume", control.resume),
+    ("GET", "/is_paused", control.is_paused),
+    ("POST", "/reset_prefix_cache", control.reset_prefix_cache),
+    ("POST", "/abort_requests", control.abort_requests),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/metrics/", admin.metrics),
 )

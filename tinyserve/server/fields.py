@@ -170,7 +170,8 @@ class Fields:
     def inner(self, name: str) -> Fields | None:
         """An object inside this one, to be read in the same way."""
         values = self.mapping(name)
-        return None if values is None else Fields(values, f"{self.path}{name}.")
+        declared = None if self._declared is None else self._declared.params[name].kind.inner
+        return None if values is None else Fields(values, f"{self.path}{name}.", declared)
 
     def choice(self, name: str, choices: tuple[str, ...], default: str | None = None) -> str | None:
         value = self.text(name, default)

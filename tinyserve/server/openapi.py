@@ -19,6 +19,7 @@ from .schema import Facts, Param
 REFUSALS = {
     400: "The request is wrong; `param` names the field at fault.",
     401: "No API key, or a wrong one.",
+    403: "The route is switched off.",
     404: "The model, or what the path names, does not exist.",
     408: "The body did not arrive in time.",
     409: "What is asked is already so.",

@@ -89,7 +89,7 @@ def read_stream(fields: Fields, service: Service) -> StreamOptions:
     options = fields.inner("stream_options")
     if options is not None and not stream:
         fields.refuse("stream_options", "allowed only together with stream: true.")
-    if stream and fields.raw("prompt_logprobs"):
+    if stream and fields.holds("prompt_logprobs") and fields.raw("prompt_logprobs"):
         fields.refuse("prompt_logprobs", "not available when streaming.")
     force = service.config.server.enable_force_include_usage
     include = force or (options is not None and options.flag("include_usage"))
