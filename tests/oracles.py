@@ -64,8 +64,9 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def make(name: str, **changes) -> transformers.PretrainedConfig:
-    """A small config of the class `name`Config."""
-    return getattr(transformers, f"{name}Config")(**SIZES | changes)
+    """A small config of the class `name`Config. A change to `...` leaves the key out."""
+    sizes = SIZES | changes
+    return getattr(transformers, f"{name}Config")(**{key: value for key, value in sizes.items() if value is not ...})
 
 
 def longrope(dim: int, original: int) -> dict:
@@ -80,6 +81,11 @@ def longrope(dim: int, original: int) -> dict:
             "long_factor": [3 * step for step in steps],
         },
     }
+
+
+def old(name: str, **changes) -> transformers.PretrainedConfig:
+    """A small config of a class from before grouped queries, which spells its sizes in its own way."""
+    return make(name, intermediate_size=..., num_key_value_heads=..., **changes)
 
 
 KINDS3 = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -140,6 +146,50 @@ CONFIGS = {
     "cohere2": lambda: make("Cohere2", head_dim=16, num_hidden_layers=4, sliding_window=5, logit_scale=1.5),
     "cohere2-listed": lambda: make("Cohere2", head_dim=12, layer_types=KINDS3, sliding_window=4, logit_scale=1.0),
     "exaone4": lambda: make("Exaone4", head_dim=16, sliding_window=5, sliding_window_pattern=3),
+    "helium": lambda: make("Helium", head_dim=12, num_key_value_heads=4),
+    "helium-biases": lambda: make("Helium", head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "ernie": lambda: make("Ernie4_5", head_dim=16),
+    "ernie-biases": lambda: make("Ernie4_5", head_dim=12, use_bias=True, tie_word_embeddings=False),
+    "nemotron": lambda: make("Nemotron", head_dim=16),
+    "nemotron-biases": lambda: make("Nemotron", head_dim=12, attention_bias=True, mlp_bias=True),
+    "arcee": lambda: make("Arcee", head_dim=16),
+    "arcee-biases": lambda: make("Arcee", head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "apertus": lambda: make("Apertus", **rope("llama3", **LLAMA3)),
+    "apertus-biases": lambda: make("Apertus", attention_bias=True, **rope("linear")),
+    "hunyuan": lambda: make("HunYuanDenseV1", head_dim=16, **rope("dynamic", alpha=30.0)),
+    "hunyuan-biases": lambda: make("HunYuanDenseV1", head_dim=12, attention_bias=True),
+    "stablelm": lambda: make("StableLm", num_attention_heads=3, num_key_value_heads=3),
+    "stablelm-2": lambda: make(
+        "StableLm", use_qkv_bias=True, qk_layernorm=True, use_parallel_residual=True, **PARTIAL
+    ),
+    "starcoder2": lambda: make("Starcoder2"),
+    "starcoder2-window": lambda: make("Starcoder2", use_bias=False, sliding_window=5, tie_word_embeddings=False),
+    "olmo": lambda: make("Olmo", num_key_value_heads=4),
+    "olmo-clamped": lambda: make("Olmo", clip_qkv=0.7, attention_bias=True, tie_word_embeddings=True),
+    "phi": lambda: make("Phi"),
+    "phi-gelu": lambda: make("Phi", hidden_act="gelu", num_key_value_heads=4, rope_parameters={
+        "rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.4,
+    }),
+    "gpt2": lambda: old("GPT2", n_positions=128),
+    "gpt2-scales": lambda: old(
+        "GPT2", n_positions=64, n_inner=70, scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False,
+        activation_function="gelu", tie_word_embeddings=False,
+    ),
+    "gpt-neox": lambda: make("GPTNeoX", num_attention_heads=3, num_key_value_heads=...),
+    "gpt-neox-serial": lambda: make(
+        "GPTNeoX", num_key_value_heads=..., use_parallel_residual=False, attention_bias=False, **PARTIAL
+    ),
+    "opt": lambda: old("OPT", ffn_dim=90, word_embed_proj_dim=48),
+    "opt-plain": lambda: old(
+        "OPT", ffn_dim=60, word_embed_proj_dim=48, enable_bias=False, layer_norm_elementwise_affine=False,
+        activation_function="gelu",
+    ),
+    "bloom": lambda: old("Bloom", n_layer=3, n_head=4),
+    "bloom-6": lambda: old("Bloom", n_layer=2, n_head=6, tie_word_embeddings=False),
+    "falcon": lambda: old("Falcon", ffn_hidden_size=100),
+    "falcon-40b": lambda: old("Falcon", new_decoder_architecture=True, num_kv_heads=2, tie_word_embeddings=False),
+    "falcon-rw": lambda: old("Falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "falcon-11b": lambda: old("Falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
     "exaone4-full": lambda: make("Exaone4", head_dim=20, sliding_window=None, layer_types=["full_attention"] * 3),
 }  # fmt: skip
 

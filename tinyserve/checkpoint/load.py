@@ -109,6 +109,8 @@ def plan_load(
     modules = dict(targets(model))
     kv_heads = getattr(getattr(model, "config", None), "num_kv_heads", 1)
     for path, target in modules.items():
+        if not target.parts:  # a norm without weights
+            continue
         names = sources(weights, path, len(target.parts))
         owner = (tied or {}).get(path)
         if owner is not None and not any(f"{name}.weight" in tensors for name in names):

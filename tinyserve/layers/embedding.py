@@ -50,3 +50,22 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[T] int -> [T, H]"""
         return embed(tokens, self.weight, scale=self.scale)
+
+
+class Positions(nn.Module):
+    """A learned vector for each position, added to the embedded tokens.
+
+    Args:
+        count: positions.
+        hidden: size of the stream.
+        unused: rows of the stored table before that of position 0.
+    """
+
+    def __init__(self, count: int, hidden: int, *, unused: int = 0) -> None:
+        super().__init__()
+        self.table = Embedding(count + unused, hidden)
+        self.unused = unused
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[T, H], [T] int -> [T, H]"""
+        return x + self.table(positions + self.unused)

@@ -62,7 +62,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(
-        cls, hf: HF, *, tied: bool = False, stretched: bool = False, eps: float = 1e-6, inner: int | None = None
+        cls, hf: HF, *, tied: bool = False, stretched: bool = False, eps: float = 1e-6, inner: str = "intermediate_size"
     ) -> ModelConfig:
         """Read the keys that most families share, in any of their spellings.
 
@@ -70,7 +70,7 @@ class ModelConfig:
             tied: the family's default of tie_word_embeddings.
             stretched: max_position_embeddings already includes a RoPE factor, whatever the kind (Gemma 3).
             eps: the family's default of the norms' epsilon.
-            inner: the family's default of the feed-forward size, in units of the hidden size; None: it must be there.
+            inner: the key of the feed-forward size, which is four times the hidden size where another key is absent.
 
         Raises: CheckpointError: a key is missing or the sizes contradict each other.
         """
@@ -80,13 +80,13 @@ class ModelConfig:
         head_dim = hf.get("head_dim", default=None) or hidden // heads
         if heads % kv_heads or min(heads, kv_heads, head_dim) <= 0:
             raise CheckpointError(f"{hf.where}: {heads} heads cannot share {kv_heads} key/value heads of {head_dim}.")
-        multiple = {} if inner is None else {"default": inner * hidden}
+        usual = {} if inner == "intermediate_size" else {"default": 4 * hidden}
         return cls(
             architecture=architecture(hf),
             dtype=stored_dtype(hf),
             vocab_size=hf.get("vocab_size"),
             hidden=hidden,
-            inner=hf.get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", **multiple),
+            inner=hf.get(inner, **usual),
             num_layers=hf.get("num_hidden_layers", "n_layer"),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -242,7 +242,7 @@ def rope_spec(
     part = rope.get("partial_rotary_factor", default=outer_part)
     theta = float(rope.get("rope_theta", default=outer))
     turning = int(head_dim * part)
-    if not 0 < turning <= head_dim:
+    if not 0 < turning <= head_dim or turning % 2:
         raise CheckpointError(f"{hf.where}: partial_rotary_factor {part} turns {turning} of {head_dim} numbers.")
     own = read(hf, rope)
     if not all(2 * len(own.get(name, ())) in (0, turning) for name in ("short", "long")):
