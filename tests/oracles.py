@@ -184,11 +184,8 @@ CONFIGS = {
         "OPT", ffn_dim=60, word_embed_proj_dim=48, enable_bias=False, layer_norm_elementwise_affine=False,
         activation_function="gelu",
     ),
-    "bloom": lambda: old("Bloom", n_layer=3, n_head=4),
-    "bloom-6": lambda: old("Bloom", n_layer=2, n_head=6, tie_word_embeddings=False),
     "falcon": lambda: old("Falcon", ffn_hidden_size=100),
     "falcon-40b": lambda: old("Falcon", new_decoder_architecture=True, num_kv_heads=2, tie_word_embeddings=False),
-    "falcon-rw": lambda: old("Falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "falcon-11b": lambda: old("Falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
     "exaone4-full": lambda: make("Exaone4", head_dim=20, sliding_window=None, layer_types=["full_attention"] * 3),
 }  # fmt: skip
@@ -230,6 +227,20 @@ def reference_greedy(folder: Path, tokens: list[int], count: int) -> list[int]:
             torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
         )
     return done[0, len(tokens) :].tolist()
+
+
+def reference_choices(folder: Path, prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
+    """The most likely token at each place of each answer, given what stands before it there.
+
+    Answers that equal their choices are what `reference_greedy` gives, found in one forward each.
+    """
+    model = open_reference(folder)
+    found = []
+    for tokens, ids in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens + ids[:-1]])).logits[0]
+        found.append(logits[len(tokens) - 1 :].argmax(-1).tolist())
+    return found
 
 
 def prompt(length: int, *, seed: int = 0) -> list[int]:

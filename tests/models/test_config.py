@@ -122,7 +122,7 @@ EXPERTS = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_declares_its_weights_and_builds_without_memory(name):
     """A registry row without WEIGHTS or build would fail at the user's start, not in CI."""
-    config = LLAMA | EXPERTS | {"architectures": [name], "hidden_act": "silu", "sliding_window": 8}
+    config = LLAMA | EXPERTS | {"architectures": [name], "sliding_window": 8}
     model = build_model(config)
 
     assert family(name).WEIGHTS

@@ -9,12 +9,16 @@ import torch
 from tests import oracles
 from tests.kernels.harness import interpreting, nan_outputs
 from tests.models.batching import Paged
+from tests.models.serving import serve
 from tinyserve.checkpoint.source import resolve
+from tinyserve.kv.groups import group_layers
 from tinyserve.models.registry import load_model
 
 CLOSE = {"atol": 1e-4, "rtol": 0}  # of logits between 5 and 20; float32 noise is 1e-5
 LENGTHS = (37, 11)  # more than one window (4 to 6), more than llama3's and yarn's original length (32)
 DECODES = 3
+# Names of CONFIGS are those of families, some with a variant behind.
+FAMILIES = [name for name in oracles.CONFIGS if not any(name.startswith(f"{other}-") for other in oracles.CONFIGS)]
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +128,22 @@ def test_64_greedy_tokens_equal_transformers(name, kernels, checkpoint):
         found = greedy(Paged(open_model(folder), block_size=16), prompts, 64)
 
     assert found == [oracles.reference_greedy(folder, tokens, 64) for tokens in prompts]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_64_greedy_tokens_through_the_engine_equal_transformers(name, checkpoint):
+    """Chunks of 12 tokens; 21 blocks of 8 positions for three sequences of up to 85, 5 where layers have windows."""
+    folder = checkpoint(name)
+    first = oracles.prompt(21)
+    prompts = [first, oracles.prompt(8, seed=1), oracles.prompt(19, seed=2), first[:17] + oracles.prompt(3, seed=3)]
+    model = open_model(folder)
+    groups = group_layers(model.kv_layers())
+
+    served = serve(model, prompts, blocks=1 + sum(21 if group.window is None else 5 for group in groups))
+
+    assert served.ids == oracles.reference_choices(folder, prompts, served.ids)
+    assert served.preemptions > 0
+    assert served.cached[-1] == 16 or any(group.window for group in groups)
 
 
 def test_bfloat16_follows_float32(checkpoint):

@@ -5,13 +5,12 @@ fuses several checkpoint modules, in order, into the parts of one linear layer:
 
     "layers.*.attn.qkv": ("model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.k_proj", "...v_proj")
 
-`#` stands for an expert's number. A layer that holds all experts takes its row once for each, expert by expert:
+`#` stands for the number of an expert or a head. A layer that holds all of them takes its row once for each, in order:
 
     "layers.*.mlp.experts.gate_up": ("model.layers.*.mlp.experts.#.gate_proj", "model.layers.*.mlp.experts.#.up_proj")
 
 Modules are mapped, not tensors: weights, biases, scales and adapters of one module follow the same row. Where a
-checkpoint keeps the same numbers in another layout, the row says which: `From` one module that holds all parts, `Each`
-part in a numbered module of its own.
+checkpoint keeps the same numbers in another layout, the row says so with a `From`.
 
 Before: models/<family>.py declares.  After: load.py.
 """
@@ -45,14 +44,7 @@ class From:
     transposed: bool = False
 
 
-@frozen
-class Each:
-    """A checkpoint module for each part; `#` is the part's number (the norms of single heads)."""
-
-    name: str
-
-
-Row = str | From | Each | tuple[str, ...]
+Row = str | From | tuple[str, ...]
 Weights = Mapping[str, Row]
 
 
@@ -114,21 +106,17 @@ def find(weights: Weights, path: str) -> Row:
     row = weights.get(pattern, ())
     if isinstance(row, From):
         return From(filled(row.name), row.grouped, row.transposed)
-    if isinstance(row, Each):
-        return Each(filled(row.name))
     return filled(row) if isinstance(row, str) else tuple(filled(name) for name in row)
 
 
 def sources(weights: Weights, path: str, parts: int = 1) -> tuple[str, ...]:
     """Return the checkpoint modules that fill the module at `path`, one for each of its parts; () when no row maps it.
 
-    Args: parts: how many the layer has; needed by rows of the kinds `From` and `Each`, and by those of experts.
+    Args: parts: how many the layer has; needed by `From` rows, and by those of experts.
     """
     row = find(weights, path)
     if isinstance(row, From):
         return (row.name,) * parts
-    if isinstance(row, Each):
-        return tuple(row.name.replace("#", str(part)) for part in range(parts))
     names = (row,) if isinstance(row, str) else row
     if any("#" in name for name in names):
         return tuple(name.replace("#", str(expert)) for expert in range(parts // len(names)) for name in names)

@@ -12,7 +12,6 @@ from functools import partial
 
 from torch import nn
 
-from ..checkpoint.table import Each
 from ..layers.attention import Attention, Heads
 from ..layers.mlp import GatedMLP
 from ..layers.norm import LayerNorm
@@ -23,8 +22,8 @@ from .decoder import Decoder
 
 WEIGHTS = llama.WEIGHTS | {
     "layers.*.norm": "model.layers.*.input_layernorm",  # of the parallel layers
-    "layers.*.attn.adjust.q": Each("model.layers.*.self_attn.q_layernorm.norms.#"),
-    "layers.*.attn.adjust.k": Each("model.layers.*.self_attn.k_layernorm.norms.#"),
+    "layers.*.attn.adjust.q": "model.layers.*.self_attn.q_layernorm.norms.#",
+    "layers.*.attn.adjust.k": "model.layers.*.self_attn.k_layernorm.norms.#",
 }
 
 
