@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
     gpu = torch.cuda.is_available() or torch.xpu.is_available()
     models = all(importlib.util.find_spec(name) for name in REAL_MODELS)
     for item in items:
-        if "gpu" in item.keywords and not gpu:
+        if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(no_gpu)
-        if "model" in item.keywords and not models:
+        if item.get_closest_marker("model") and not models:
             item.add_marker(no_model)

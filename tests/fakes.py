@@ -108,6 +108,10 @@ class FakeRunner:
                 break
         return tokens[len(prompt) :]
 
+    def improve(self) -> bool:
+        """There is nothing to prepare while idle."""
+        return False
+
     def launch(self, step: StepInput) -> FakeFlight:
         """Check and compute one step; the steps of a device run in launch order, so it may happen at once."""
         assert StepInput.unpack(step.pack()) == step

@@ -193,8 +193,6 @@ class EngineConfig:
              "--allow-credentials needs named --allowed-origins: '*' would let every web page act for its visitor."),
             (self.runner.batch_invariant,
              "--batch-invariant is not built yet: float32 on the CPU comes closest."),
-            (self.runner.cudagraph_capture_sizes is not None,
-             "--cudagraph-capture-sizes: device graphs are not built yet."),
             (self.model.quantization not in (None, "gguf"),
              f"--quantization {self.model.quantization} is not built yet: GGUF files are read as they are, and bf16 "
              "checkpoints are packed to 8 bits on a CPU by --dtype auto."),

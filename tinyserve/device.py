@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import field, frozen
 
 from .errors import ConfigError
+
+Result = TypeVar("Result")
 
 
 @frozen
@@ -133,6 +136,32 @@ class Device:
         """A host tensor that copies to and from this device without waiting: pinned, except for the CPU itself."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._api is not None)
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a sequence of launches can be recorded and replayed."""
+        return self.kind == "cuda"
+
+    def graph_pool(self) -> Any:
+        """Memory that several graphs share: of those with one pool, one may run at a time."""
+        return self._api.graph_pool_handle()
+
+    def record(self, work: Callable[[], Result], pool: Any) -> tuple[Any, Result]:
+        """Record what `work` launches, without running it; everything that it uses must have run once before.
+
+        Returns: a graph, whose `replay()` launches it all again on the current stream, and what `work` returned. Its
+            tensors may be overwritten by the next replay of any graph of the pool.
+        """
+        graph, side = self._api.CUDAGraph(), self._api.Stream(self.index)
+        side.wait_stream(self.current_stream())
+        with self._api.stream(side):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        self.current_stream().wait_stream(side)
+        return graph, result
+
     def capability(self) -> Capability:
         """What kernels may ask for. The CPU answers with what Triton's interpreter tolerates."""
         if self._api is None:
@@ -159,3 +188,26 @@ def _host_memory() -> Memory:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         total, free = min(total, limit), min(free, max(limit - used, 0))
     return Memory(free, total)
+
+
+class _Borrowed:
+    """Device memory as other libraries describe it to each other: an address, a shape and a type of its size."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.element_size() for stride in tensor.stride()),
+            "typestr": f"<i{tensor.element_size()}",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that does not keep the memory: for results of a graph, whose pool stays as long as the graph does.
+
+    With an ordinary reference the pool could not give the same memory to the next graph that is recorded.
+    """
+    if tensor.is_cpu or not tensor.numel():
+        return tensor
+    return torch.as_tensor(_Borrowed(tensor), device=tensor.device).view(tensor.dtype)

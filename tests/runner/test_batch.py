@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyserve.device import Device
-from tinyserve.runner.batch import BatchBuilder
+from tinyserve.runner.batch import RIDERS, BatchBuilder, Shape
 from tinyserve.runner.slots import Rows
+from tinyserve.sampling.params import COLUMNS
 from tinyserve.step import SeqSlice, SlotOpening, StepInput, TableEdit
 
 BLOCK, GROUPS, ROWS, LENGTH = 4, 2, 6, 40
@@ -32,15 +33,27 @@ def steps(draw):
     return StepInput(step_id=1, slices=tuple(slices), opened=tuple(opened), edits=tuple(edits))
 
 
+def make(rows, **sizes):
+    params = torch.zeros(len(COLUMNS), len(rows.tokens), dtype=torch.int32)
+    sizes = {"max_tokens": ROWS * LENGTH, "max_seqs": ROWS} | sizes
+    return BatchBuilder(rows, params, device=CPU, **sizes)
+
+
+def build(builder, pieces, shape=None, differences=None):
+    counts = [piece.count for piece in pieces]
+    views = builder.send(pieces, shape or Shape(sum(counts), len(counts), counts.count(1)), differences)
+    builder.gather(views)
+    return builder.batch(views, max(counts), max(piece.end for piece in pieces))
+
+
 @settings(max_examples=60, deadline=None)
 @given(steps())
 def test_a_batch_equals_the_slow_recompute(step):
     rows = Rows(ROWS, LENGTH, GROUPS, BLOCK, torch.device("cpu"))
-    rows.apply(step)
-    builder = BatchBuilder(rows, max_tokens=ROWS * LENGTH, max_seqs=ROWS, device=CPU)
+    builder = make(rows)
     order = builder.order(step)
 
-    batch = builder.build([step.slices[i] for i in order])
+    batch = build(builder, [step.slices[i] for i in order], differences=rows.take(step))
 
     tokens = {opening.slot: opening.tokens for opening in step.opened}
     tables = {}
@@ -66,7 +79,8 @@ def test_a_batch_equals_the_slow_recompute(step):
     assert batch.num_decodes == counts.count(1)
     assert counts[: batch.num_decodes] == [1] * batch.num_decodes
     ends = np.cumsum(counts) - 1
-    assert batch.logit_rows.tolist() == [int(ends[j]) for j, i in enumerate(order) if step.slices[i].samples]
+    assert batch.logit_rows.tolist() == ends.tolist()
+    assert batch.views.kept.tolist() == [step.slices[i].samples for i in order]
     for group in range(GROUPS):
         for seq, index in enumerate(order):
             piece = step.slices[index]
@@ -79,9 +93,7 @@ def test_a_token_written_on_the_device_is_the_input_of_the_next_step():
     rows = Rows(2, LENGTH, 1, BLOCK, torch.device("cpu"))
     rows.apply(StepInput(step_id=0, opened=(SlotOpening(1, 3, (7, 8, 9)),), edits=(TableEdit(1, 0, 0, (5,)),)))
     rows.tokens[1, 3] = 42
-    builder = BatchBuilder(rows, max_tokens=8, max_seqs=2, device=CPU)
-
-    batch = builder.build([SeqSlice(1, 3, 1)])
+    batch = build(make(rows), [SeqSlice(1, 3, 1)])
 
     assert batch.tokens.tolist() == [42]
     assert batch.slots_to_write[0].tolist() == [5 * BLOCK + 3]
@@ -90,10 +102,56 @@ def test_a_token_written_on_the_device_is_the_input_of_the_next_step():
 def test_buffers_of_steps_in_flight_are_not_reused():
     """With a ring of 2, the host buffer of step k is still whole when step k + 1 has been built."""
     rows = Rows(2, LENGTH, 1, BLOCK, torch.device("cpu"))
-    builder = BatchBuilder(rows, max_tokens=8, max_seqs=2, device=CPU, ring=2)
-    builder.build([SeqSlice(0, 0, 3)])
-    first = builder._host[0].clone()
+    builder = make(rows, ring=2)
+    build(builder, [SeqSlice(0, 0, 3)])
+    first = builder._host[builder._turn].clone()
 
-    builder.build([SeqSlice(1, 5, 1)])
+    build(builder, [SeqSlice(1, 5, 1)])
 
-    assert torch.equal(builder._host[0], first)
+    assert torch.equal(builder._host[builder._turn - 1], first)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(), st.integers(0, 3), st.integers(0, 3), st.integers(0, 9))
+def test_padding_reads_the_spare_row_and_writes_nowhere(step, more_decodes, more_prompts, more_tokens):
+    """In a larger shape the real sequences keep their numbers, and every other token has write slot -1."""
+    rows = Rows(ROWS, LENGTH, GROUPS, BLOCK, torch.device("cpu"))
+    rows.apply(step)
+    builder = make(rows, max_seqs=2 * ROWS)
+    pieces = [step.slices[i] for i in builder.order(step)]
+    counts = [piece.count for piece in pieces]
+    exact = build(builder, pieces)
+    wanted = {name: getattr(exact, name).tolist() for name in ("tokens", "positions", "seq_lens", "slots")}
+    wanted_writes = exact.slots_to_write[1].tolist()
+    decodes = counts.count(1)
+    wide = Shape(
+        sum(counts) + more_decodes + more_tokens, len(counts) + more_decodes + more_prompts, decodes + more_decodes
+    )
+
+    batch = build(builder, pieces, wide)
+
+    seqs = [wide.place(i, decodes) for i in range(len(pieces))]
+    starts = batch.query_start.tolist()
+    tokens = [t for i in seqs for t in range(starts[i], starts[i + 1])]
+    assert len(tokens) == sum(counts)
+    for name, places in (("tokens", tokens), ("positions", tokens), ("seq_lens", seqs), ("slots", seqs)):
+        assert getattr(batch, name)[places].tolist() == wanted[name]
+    assert batch.slots_to_write[1][tokens].tolist() == wanted_writes
+    for others, values, padding in (
+        (set(range(wide.tokens)) - set(tokens), batch.slots_to_write[0], -1),
+        (set(range(wide.seqs)) - set(seqs), batch.seq_lens, 0),
+        (set(range(wide.seqs)) - set(seqs), batch.views.kept, 0),
+        (set(range(wide.seqs)) - set(seqs), batch.slots, rows.spare),
+    ):
+        assert values[sorted(others)].tolist() == [padding] * len(others)
+    assert [batch.logit_rows[i] for i in seqs] == [starts[i + 1] - 1 for i in seqs]
+
+
+def test_many_differences_travel_by_themselves():
+    """One more than ride along with a step's integers: RIDERS + 1 tokens of a new row."""
+    rows = Rows(2, RIDERS + 8, 1, BLOCK, torch.device("cpu"))
+    step = StepInput(step_id=0, opened=(SlotOpening(1, RIDERS + 1, tuple(range(RIDERS + 1))),))
+
+    batch = build(make(rows, max_tokens=16), [SeqSlice(1, RIDERS - 3, 4)], differences=rows.take(step))
+
+    assert batch.tokens.tolist() == list(range(RIDERS - 3, RIDERS + 1))

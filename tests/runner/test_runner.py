@@ -9,6 +9,7 @@ from tests.scripted import EOS, VOCAB, FlatModel, ScriptModel
 from tinyserve.device import Device
 from tinyserve.errors import EngineDead
 from tinyserve.runner.runner import Limits, Runner
+from tinyserve.runner.warmup import rehearse
 from tinyserve.sampling.sampler import Sampler
 from tinyserve.step import RowParams, SeqSlice, SlotOpening, StepInput
 
@@ -142,7 +143,7 @@ def test_a_rehearsal_is_the_largest_step_and_leaves_no_row_open(make):
     model = Counting([97])
     runner = make(model)
 
-    runner.rehearse(LIMITS)
+    rehearse(runner)
 
     assert model.sizes == ((64, 4),)
     assert runner.rows.params == [None] * 4

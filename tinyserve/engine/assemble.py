@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from attrs import define
@@ -59,6 +58,8 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     from ..kv.cache import KVCache
     from ..kv.groups import group_layers
     from ..kv.storage import allocate
+    from ..runner.memory import Needs, step_bytes
+    from ..runner.warmup import graph_bytes, rehearse, warm_up
     from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
@@ -67,22 +68,28 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     layers = parts.model.kv_layers()
     groups = group_layers(layers)
     with phases("runner"):
-        runner, limits = _runner(config, parts, device, len(groups))
-    with phases("cache"):
-        dtype = _cache_dtype(config, parts)
+        runner = _runner(config, parts, device, len(groups))
+    dtype = _cache_dtype(config, parts)
 
-        def storage(blocks: int) -> Any:
-            return allocate(groups, layers, blocks, config.cache.block_size, dtype, device.torch)
+    def storage(blocks: int) -> Any:
+        return allocate(groups, layers, blocks, config.cache.block_size, dtype, device.torch)
 
-        def rehearse() -> None:
+    needs = Needs()
+    if not device.is_cpu:
+        with phases("rehearsal"):
             parts.model.bind(groups, storage(1))  # every table points at the null block
-            runner.rehearse(limits)
-
-        plan = _plan(config, parts, device, dtype, None if device.is_cpu else rehearse)
+            step = step_bytes(device, lambda: rehearse(runner))
+            needs = Needs(step=step, graphs=graph_bytes(runner))
+    with phases("cache"):
+        plan = _plan(config, parts, device, dtype, needs)
         parts.model.bind(groups, storage(plan.num_blocks))
+    if not device.is_cpu:
+        with phases("warm-up"):
+            warm_up(runner)
     _log.info("%s", plan.report())
     cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
-    scheduler = Scheduler(options, cache, max_model_len=plan.max_model_len, slots=limits.rows)
+    rows = runner.limits.rows
+    scheduler = Scheduler(options, cache, max_model_len=plan.max_model_len, slots=rows)
     return Machine(
         scheduler=scheduler,
         runner=runner,
@@ -94,8 +101,9 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     )
 
 
-def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> tuple[Any, Any]:
-    """The runner and the limits that it was built for. It comes before the cache: its buffers count as taken."""
+def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> Any:
+    """The runner. It comes before the cache: its buffers count as taken."""
+    from ..runner.graphs import Eager, Recorded, Wanted
     from ..runner.runner import Limits, Runner
     from ..sampling.sampler import Sampler
 
@@ -112,7 +120,11 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> tup
         groups=groups,
         depth=options.depth,
     )
-    return Runner(parts.model, sampler, limits, device), limits
+    graphs: Any = Eager()
+    if device.has_graphs and not config.runner.enforce_eager:
+        sizes = config.runner.cudagraph_capture_sizes
+        graphs = Recorded(device, Wanted.usual(limits.max_seqs, limits.max_tokens, sizes))
+    return Runner(parts.model, sampler, limits, device, graphs)
 
 
 def _cache_dtype(config: EngineConfig, parts: Parts) -> Any:
@@ -123,7 +135,7 @@ def _cache_dtype(config: EngineConfig, parts: Parts) -> Any:
     return parts.dtype or torch.float32 if asked == "auto" else getattr(torch, asked)
 
 
-def _plan(config: EngineConfig, parts: Parts, device: Any, dtype: Any, rehearse: Callable[[], None] | None) -> Any:
+def _plan(config: EngineConfig, parts: Parts, device: Any, dtype: Any, needs: Any) -> Any:
     """The sizes of the cache: a runner.memory.CachePlan."""
     from ..kv.groups import bytes_per_block, group_layers
     from ..runner.memory import CacheRequest, size_cache
@@ -143,4 +155,4 @@ def _plan(config: EngineConfig, parts: Parts, device: Any, dtype: Any, rehearse:
         num_blocks=config.cache.num_gpu_blocks_override,
         fit=length is None or length == -1,
     )
-    return size_cache(request, device, parts.weight_bytes, rehearse)
+    return size_cache(request, device, parts.weight_bytes, needs)

@@ -161,9 +161,11 @@ class Engine:
         return step
 
     async def _rest(self) -> None:
-        """Sleep until something has arrived."""
+        """Sleep until something has arrived; before that, let the runner prepare what makes later steps faster."""
         self._landed.set()
         self.meter.queues(self.machine.scheduler.stats())
+        while not self.arrivals.is_set() and self._gate is not Gate.CLOSED and self.machine.runner.improve():
+            await asyncio.sleep(0)
         await self.arrivals.wait()
         self.arrivals.clear()
         self._landed.clear()

@@ -5,22 +5,82 @@
     query_start  [   0    ,    1     ,  2            ,  6       , 9 ]    [S + 1]
 
 A Batch is made of views into buffers that are allocated once, at addresses that never change: a captured graph can
-read them. The host fills one int32 array per step, which reaches the device in one copy; everything else (input
-tokens, block tables, cache positions to write) is gathered on the device from the rows, because the host may not know
-it yet.
+read them. The host fills one int32 array per step, which reaches the device in one copy, with the step's differences of
+the rows in it; everything else (input tokens, block tables, cache positions to write, sampling numbers) is gathered on
+the device from the rows, because the host may not know it yet.
 
-Before: runner/slots.py.  After: layers/attention.py and all other layers, which get the Batch as an argument.
+A `Shape` says how much of the buffers a step uses. A graph's shape is usually larger than the step: what is left over
+is padding, single tokens after the decodes and empty sequences at the end, all of the spare row and of length 0.
+
+Before: runner/slots.py, kernels/step_inputs.py.  After: layers/attention.py and all other layers, runner/graphs.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from attrs import field, frozen
 
 from ..device import Device
+from ..kernels.step_inputs import RowState, StepBuffers, step_inputs
+from ..sampling.params import RowValues
 from ..step import SeqSlice, StepInput
-from .slots import Rows
+from .slots import ALIGN, Differences, Rows
+
+RIDERS = 1024  # differences of a step that travel in its own copy; more have one to themselves
+SHAPES = 256  # whose views are kept
+
+
+@frozen
+class Shape:
+    """How many of each a step holds, padding included.
+
+    Args:
+        tokens: T.   seqs: S.   decodes: leading sequences of one token each.
+        filters: whether the sampler inside the step looks at top-k, top-p and min-p.
+    """
+
+    tokens: int
+    seqs: int
+    decodes: int
+    filters: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence has one token."""
+        return self.tokens == self.seqs == self.decodes
+
+    def place(self, index: int, decodes: int) -> int:
+        """Where sequence `index` of a step with so many decodes stands in a batch of this shape."""
+        return index if index < decodes else index + self.decodes - decodes
+
+
+@frozen(eq=False)
+class Views:
+    """The buffers of a shape.
+
+    Args:
+        shape: theirs.
+        slots, seq_lens, kept, logit_rows: [S] int32; kept: 1 where the chosen token belongs to the row.
+        query_start: [S + 1] int32.
+        token_rows, places: [T] int32, row and position of each token, -1 for padding; None for a decode shape.
+        out: what is gathered.   values: the sampling numbers in it.
+        result: [2 S] int32, tokens and bad flags (kernels/keep_tokens.py).
+    """
+
+    shape: Shape
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    kept: torch.Tensor
+    logit_rows: torch.Tensor
+    query_start: torch.Tensor
+    token_rows: torch.Tensor | None
+    places: torch.Tensor | None
+    out: StepBuffers
+    values: RowValues
+    result: torch.Tensor
 
 
 @frozen(kw_only=True, eq=False)
@@ -33,10 +93,11 @@ class Batch:
         seq_lens: [S] int32: tokens of the sequence that the cache holds after this step.
         slots: [S] int32: the row of each sequence.
         block_tables: per KV group [S, B] int32.
-        slots_to_write: per KV group [T] int64: block * block_size + offset where the token's K and V go.
-        logit_rows: [L] int32: tokens after which a token is chosen.
+        slots_to_write: per KV group [T] int64: block * block_size + offset where the token's K and V go; -1: nowhere.
+        logit_rows: [S] int32: the token after which each sequence's next one is chosen.
         num_decodes: how many leading sequences have exactly one query token.
         max_seq_len: no entry of seq_lens is larger.
+        views: the buffers that all of this stands in.
         memo: what the layers of this step share on the CPU (kernels/launch.py::once).
     """
 
@@ -53,95 +114,193 @@ class Batch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    views: Views
     memo: dict = field(factory=dict)
+
+
+class _Layout:
+    """Places in the array that the host fills: first what a decode needs, then differences, then what others need."""
+
+    def __init__(self, max_tokens: int, max_seqs: int) -> None:
+        sizes = {"slots": max_seqs, "lens": max_seqs, "kept": max_seqs, "where": 2 * RIDERS, "values": RIDERS}
+        sizes |= {"starts": max_seqs + 1, "logits": max_seqs, "rows": max_tokens, "places": max_tokens}
+        self.at: dict[str, int] = {}
+        self.size = 0
+        for name, size in sizes.items():
+            self.at[name] = self.size
+            self.size += -(-size // ALIGN) * ALIGN
 
 
 class BatchBuilder:
     """Owns the static buffers and turns the slices of a step into a Batch.
 
     Args:
-        rows: the device state to gather from.
-        max_tokens, max_seqs: most tokens and sequences of one step.
+        rows: the device state to gather from.   params: [C, rows + 1] int32, the sampler's numbers of each row.
+        max_tokens, max_seqs: most tokens and sequences of one step, padding included.
         device: where.   ring: how many steps may be in flight; the host buffer of a step is not reused before.
     """
 
-    def __init__(self, rows: Rows, max_tokens: int, max_seqs: int, device: Device, ring: int = 3) -> None:
+    def __init__(
+        self, rows: Rows, params: torch.Tensor, max_tokens: int, max_seqs: int, device: Device, ring: int = 3
+    ) -> None:
         self._rows = rows
-        self._max_tokens, self._max_seqs = max_tokens, max_seqs
+        self._state = RowState(rows.tokens, rows.tables, params)
+        self._layout = _Layout(max_tokens, max_seqs)
+        self._device = device
+        self._host = [device.host_buffer(self._layout.size, dtype=torch.int32).zero_() for _ in range(ring)]
+        self._flat = [host.numpy() for host in self._host]
         groups, _, width = rows.tables.shape
-        size = 2 * max_tokens + 4 * max_seqs + 1
-        self._host = [device.host_buffer(size, dtype=torch.int32) for _ in range(ring)]
-        self._ints = torch.zeros(size, dtype=torch.int32, device=device.torch)
-        self._tokens = torch.zeros(max_tokens, dtype=torch.int32, device=device.torch)
-        self._tables = torch.zeros(groups, max_seqs, width, dtype=torch.int32, device=device.torch)
-        self._writes = torch.zeros(groups, max_tokens, dtype=torch.int64, device=device.torch)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device.torch)
+
+        aligned_tokens, aligned_seqs = (-(-size // ALIGN) * ALIGN for size in (max_tokens, max_seqs))
+        self._ints = zeros(self._layout.size)
+        self._out = StepBuffers(
+            tokens=zeros(max_tokens),
+            positions=zeros(max_tokens),
+            writes=zeros(groups, aligned_tokens, dtype=torch.int64),
+            tables=zeros(groups, aligned_seqs, width),
+            params=zeros(len(params) - 2, aligned_seqs),
+            seeds=zeros(max_seqs, dtype=torch.int64),
+        )
+        self._result = zeros(2 * max_seqs)
+        self._count = torch.arange(max_seqs + 1, dtype=torch.int32, device=device.torch)
+        self._views: dict[Shape, Views] = {}
         self._turn = 0
 
     def order(self, step: StepInput) -> list[int]:
         """Indices of the step's slices in the order in which the batch holds them: single tokens first."""
-        return sorted(range(len(step.slices)), key=lambda i: step.slices[i].count > 1)
+        slices = step.slices
+        singles = [i for i, piece in enumerate(slices) if piece.count == 1]
+        if len(singles) == len(slices):
+            return singles
+        return singles + [i for i, piece in enumerate(slices) if piece.count > 1]
 
-    def build(self, pieces: list[SeqSlice]) -> Batch:
-        """The Batch of these slices, in this order. Rows must already hold the step's differences."""
-        counts = np.array([piece.count for piece in pieces], dtype=np.int32)
-        ends = np.array([piece.end for piece in pieces], dtype=np.int32)
-        slots = np.array([piece.slot for piece in pieces], dtype=np.int32)
-        stops = np.cumsum(counts, dtype=np.int32)
-        samples = np.array([piece.samples for piece in pieces], dtype=bool)
-        total, seqs = int(stops[-1]), len(pieces)
-        positions = np.arange(total, dtype=np.int32) + np.repeat(ends - stops, counts)
-        fields = (
-            np.concatenate(([0], stops)).astype(np.int32),
-            ends,
-            slots,
-            stops[samples] - 1,
-            positions,
-            np.repeat(slots, counts),
-        )
-        query_start, seq_lens, device_slots, logit_rows, device_positions, token_rows = self._upload(fields)
-        longest = int(ends.max())
-        self._gather(device_slots, token_rows, device_positions, longest)
-        needed = -(-longest // self._rows.block_size)
-        groups = range(self._tables.shape[0])
-        return Batch(
-            tokens=self._tokens[:total],
-            positions=device_positions,
-            query_start=query_start,
-            seq_lens=seq_lens,
-            slots=device_slots,
-            block_tables=tuple(self._tables[g, :seqs, :needed] for g in groups),
-            slots_to_write=tuple(self._writes[g, :total] for g in groups),
-            logit_rows=logit_rows,
-            num_tokens=total,
-            num_seqs=seqs,
-            num_decodes=int((counts == 1).sum()),
-            max_query_len=int(counts.max()),
-            max_seq_len=longest,
-        )
+    def send(self, pieces: Sequence[SeqSlice], shape: Shape, differences: Differences | None = None) -> Views:
+        """Bring a step's integers to the device in one copy, and apply the differences of the rows.
 
-    def _upload(self, fields: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
-        """Copy the fields to their fixed places in the device buffer, in one transfer; returns views of them."""
-        seqs, tokens = self._max_seqs, self._max_tokens
-        places = np.cumsum([0, seqs + 1, seqs, seqs, seqs, tokens])
-        host = self._host[self._turn]
+        Args: pieces: in order; single tokens first.   shape: of the step, or of a graph that holds it.
+        """
         self._turn = (self._turn + 1) % len(self._host)
-        flat = host.numpy()
-        for place, values in zip(places, fields, strict=True):
-            flat[place : place + len(values)] = values
-        used = int(places[-1]) + len(fields[-1])
-        self._ints[:used].copy_(host[:used], non_blocking=True)
-        return [self._ints[place : place + len(values)] for place, values in zip(places.tolist(), fields, strict=True)]
+        flat, at = self._flat[self._turn], self._layout.at
+        decodes = sum(piece.count == 1 for piece in pieces) if not shape.is_decode else len(pieces)
+        runs = ((pieces[:decodes], 0, shape.decodes), (pieces[decodes:], shape.decodes, shape.seqs))
+        for some, start, stop in runs:
+            self._fill(flat, some, start, stop)
+        used = at["where"]
+        if differences is not None and len(differences.where) <= RIDERS:
+            count = len(differences.where)
+            flat[at["where"] : at["where"] + 2 * count] = differences.where.view(np.int32)
+            flat[at["values"] : at["values"] + count] = differences.values
+            used = at["values"] + count
+        if not shape.is_decode:
+            self._fill_tokens(flat, pieces, decodes, shape)
+            used = at["places"] + shape.tokens
+        self._ints[:used].copy_(self._host[self._turn][:used], non_blocking=True)
+        if differences is not None:
+            self._apply(differences)
+        return self.views(shape)
 
-    def _gather(self, slots: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, longest: int) -> None:
-        """Fetch on the device what the rows know: input tokens, block tables and cache positions."""
-        state, size = self._rows, self._rows.block_size
-        total, seqs = len(rows), len(slots)
-        needed = -(-longest // size)
-        self._tokens[:total] = state.tokens[rows, positions]
-        in_table = positions // size
-        offsets = positions % size
-        for group in range(self._tables.shape[0]):
-            table = state.tables[group]
-            self._tables[group, :seqs, :needed] = table[:, :needed].index_select(0, slots)
-            blocks = table[rows, in_table].to(torch.int64)
-            self._writes[group, :total] = blocks * size + offsets
+    def _fill(self, flat: np.ndarray, pieces: Sequence[SeqSlice], start: int, stop: int) -> None:
+        """Row, length and kept-flag of these sequences from place `start` on; padding up to `stop`."""
+        end, at = start + len(pieces), self._layout.at
+        if pieces:
+            flat[at["slots"] + start : at["slots"] + end] = [piece.slot for piece in pieces]
+            flat[at["lens"] + start : at["lens"] + end] = [piece.start + piece.count for piece in pieces]
+            flat[at["kept"] + start : at["kept"] + end] = [piece.samples for piece in pieces]
+        if end < stop:
+            for name, value in (("slots", self._rows.spare), ("lens", 0), ("kept", 0)):
+                flat[at[name] + end : at[name] + stop] = value
+
+    def _fill_tokens(self, flat: np.ndarray, pieces: Sequence[SeqSlice], decodes: int, shape: Shape) -> None:
+        """Row and position of each token, where each sequence starts, and which token its logits come from."""
+        at, spare, gap = self._layout.at, self._rows.spare, shape.decodes - decodes
+        counts = [*(piece.count for piece in pieces[:decodes]), *[1] * gap, *(p.count for p in pieces[decodes:])]
+        counts = np.array(counts, dtype=np.int64)
+        slots, lens = (flat[at[name] : at[name] + len(counts)] for name in ("slots", "lens"))
+        stops = np.cumsum(counts)
+        total = int(stops[-1]) if len(stops) else 0
+        padding = shape.seqs - len(counts)
+        flat[at["starts"]] = 0
+        flat[at["starts"] + 1 : at["starts"] + 1 + shape.seqs] = [*stops, *[total] * padding]
+        flat[at["logits"] : at["logits"] + shape.seqs] = [*(stops - 1), *[0] * padding]
+        rows, places = flat[at["rows"] :], flat[at["places"] :]
+        rows[:total] = np.repeat(slots, counts)
+        places[:total] = np.arange(total) + np.repeat(lens - stops, counts)
+        rows[total : shape.tokens] = spare
+        places[total : shape.tokens] = -1
+
+    def _apply(self, differences: Differences) -> None:
+        count, at = len(differences.where), self._layout.at
+        if count > RIDERS:
+            self._rows.write(differences)
+            return
+        where = self._ints[at["where"] : at["where"] + 2 * count].view(torch.int64)
+        self._rows.scatter(where, self._ints[at["values"] : at["values"] + count])
+
+    def views(self, shape: Shape) -> Views:
+        """The buffers of a shape."""
+        found = self._views.get(shape)
+        if found is None:
+            while len(self._views) >= SHAPES:
+                del self._views[next(iter(self._views))]
+            found = self._views[shape] = self._make_views(shape)
+        return found
+
+    def _make_views(self, shape: Shape) -> Views:
+        T, S = shape.tokens, shape.seqs
+
+        def sent(name: str, size: int) -> torch.Tensor:
+            return self._ints[self._layout.at[name] :][:size]
+
+        one, slots = shape.is_decode, sent("slots", S)
+        out = StepBuffers(
+            tokens=self._out.tokens[:T],
+            positions=self._out.positions[:T],
+            writes=self._out.writes[:, :T],
+            tables=self._out.tables[:, :S],
+            params=self._out.params[:, :S],
+            seeds=self._out.seeds[:S],
+        )
+        return Views(
+            shape=shape,
+            slots=slots,
+            seq_lens=sent("lens", S),
+            kept=sent("kept", S),
+            logit_rows=self._count[:S] if one else sent("logits", S),
+            query_start=self._count[: S + 1] if one else sent("starts", S + 1),
+            token_rows=None if one else sent("rows", T),
+            places=None if one else sent("places", T),
+            out=out,
+            values=RowValues.of(slots, out.params, out.seeds),
+            result=self._result[: 2 * S],
+        )
+
+    def batch(self, views: Views, max_query_len: int, max_seq_len: int) -> Batch:
+        """The Batch that layers read; its gathered parts hold something after `gather`."""
+        shape, out = views.shape, views.out
+        # References copy what they are given, so on the CPU tables end with the longest sequence.
+        width = -(-max_seq_len // self._rows.block_size) if self._device.is_cpu else out.tables.shape[2]
+        return Batch(
+            tokens=out.tokens,
+            positions=out.positions,
+            query_start=views.query_start,
+            seq_lens=views.seq_lens,
+            slots=views.slots,
+            block_tables=tuple(table[:, :width] for table in out.tables),
+            slots_to_write=tuple(out.writes),
+            logit_rows=views.logit_rows,
+            num_tokens=shape.tokens,
+            num_seqs=shape.seqs,
+            num_decodes=shape.decodes,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            views=views,
+        )
+
+    def gather(self, views: Views) -> None:
+        """Fetch on the device what the rows know: tokens, block tables, cache positions and sampling numbers."""
+        step_inputs(
+            self._state, views.out, views.slots, views.seq_lens, views.token_rows, views.places, self._rows.block_size
+        )

@@ -1,41 +1,243 @@
 """Running a step's kernels: one by one, or replayed as a device graph.
 
-`Graphs` is the seam: the runner hands over the whole computation of a step (forward, logits, sampling) and the batch
-that it reads. `Eager` launches kernel by kernel, which is right for the CPU and for large steps. A captured variant
-replays a decode step from the batch's fixed addresses; it takes the same call and falls back to eager for shapes that
-it does not hold.
+`Graphs` is the seam: before a step the runner asks which shape to run it in (`fit`), then hands over the computation
+(`run`). `Eager` runs every step in its own shape, kernel by kernel: right for the CPU and for large steps. `Recorded`
+holds graphs of some shapes, each for all steps that fit in:
+
+    decodes     1 2 4 8 16 24 32 48 ...           every sequence has one token; the next larger graph takes the step
+    mixed       (0 | 16 | 64 ... decodes) + (32 .. 512 tokens of at most 8 prompts)
+
+A graph costs 5 to 35 us of host time where its kernels, launched one by one, cost 12 to 29 ms (28 to 36 layers,
+measured on an H200), so all steps that take the device less than that are worth one. Graphs are recorded large to small
+in one pool of memory: the small ones fit where the large ones have worked. A few are recorded at the start, the rest
+while nothing is asked; until then the next larger one serves.
 
 Before: runner/batch.py.  After: runner/runner.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from .batch import Batch
+import torch
+from attrs import evolve, field, frozen
 
-Result = TypeVar("Result")
+from ..device import Device, borrowed
+from .batch import Shape, Views
+
+MIXED_TOKENS = 512  # prompt tokens of the largest mixed graph
+MIXED_PROMPTS = 8  # sequences in it besides the decodes
+
+
+@frozen(eq=False)
+class Computed:
+    """What the computation of a step leaves: hidden [T, H] after the final norm; logits [S, V], None if not asked."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None
 
 
 class Graphs(Protocol):
-    """Runs the computation of one step."""
+    """Runs the computation of steps."""
 
-    def run(self, batch: Batch, compute: Callable[[Batch], Result]) -> Result:
-        """Return compute(batch), or the result of a graph that does the same."""
+    def fit(self, shape: Shape) -> Shape:
+        """The shape in which to run a step of this one: its own, or that of a graph."""
+        ...
+
+    def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:
+        """Return compute(), or the result of a graph that does the same."""
+        ...
+
+    def next(self, *, early: bool = False) -> Shape | None:
+        """The shape to record next, None if there is none left; early: of those that a start waits for."""
+        ...
+
+    def record(self, shape: Shape, compute: Callable[[], Computed]) -> None:
+        """Make a graph of compute(), which works on this shape's buffers."""
+        ...
+
+    def samples(self) -> list[Shape]:
+        """The largest and the smallest shape, whose memory tells that of all; [] if nothing is ever recorded."""
+        ...
+
+    def reset(self) -> int:
+        """Forget all graphs; returns how many will be recorded."""
+        ...
+
+    def give_up(self) -> None:
+        """Keep what there is, and record no more."""
         ...
 
     def close(self) -> None:
-        """Free captured graphs and their memory."""
+        """Free graphs and their memory."""
         ...
 
 
 class Eager:
     """Launches every kernel of every step. Holds nothing."""
 
-    def run(self, batch: Batch, compute: Callable[[Batch], Result]) -> Result:
-        """Return compute(batch)."""
-        return compute(batch)
+    def fit(self, shape: Shape) -> Shape:
+        """Return the step's own shape."""
+        return shape
+
+    def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:
+        """Return compute()."""
+        return compute()
+
+    def next(self, *, early: bool = False) -> Shape | None:
+        """There is nothing to record."""
+        return None
+
+    def record(self, shape: Shape, compute: Callable[[], Computed]) -> None:
+        """Never called."""
+        raise NotImplementedError
+
+    def samples(self) -> list[Shape]:
+        """Nothing is recorded."""
+        return []
+
+    def reset(self) -> int:
+        """Nothing is recorded."""
+        return 0
+
+    def give_up(self) -> None:
+        """Nothing is recorded."""
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def decode_sizes(most: int) -> list[int]:
+    """Numbers of sequences that get a decode graph, ascending, up to `most`: steps of an eighth to a quarter."""
+    sizes = [
+        1,
+        2,
+        4,
+        8,
+        16,
+        24,
+        *range(32, 128, 16),
+        *range(128, 257, 32),
+        *range(320, 513, 64),
+        *range(640, 2**16, 128),
+    ]
+    return [size for size in sizes if size < most] + [most]
+
+
+def first_sizes(sizes: Iterable[int]) -> list[int]:
+    """Those of them that are recorded before anything is served: powers of two up to 256."""
+    return [size for size in sizes if size <= 256 and size.bit_count() == 1]
+
+
+@frozen(kw_only=True)
+class Wanted:
+    """Which shapes get graphs.
+
+    Args:
+        decodes: numbers of sequences of decode steps, ascending.
+        mixed: (decodes, prompt tokens) of mixed steps, ascending.
+        first: how many are recorded at once.
+    """
+
+    decodes: Sequence[int]
+    mixed: Sequence[tuple[int, int]] = field(factory=tuple)
+
+    @classmethod
+    def usual(cls, max_seqs: int, max_tokens: int, decodes: Sequence[int] | None = None) -> Wanted:
+        """For a runner of so many sequences and tokens; decodes: other sizes than the usual ones."""
+        sizes = sorted({size for size in decodes if size <= max_seqs}) if decodes else decode_sizes(max_seqs)
+        prompts = [size for size in (32, 64, 128, 256, MIXED_TOKENS) if size <= max_tokens]
+        beside = [0, *(size for size in (16, 64, 256) if size in sizes)]
+        return cls(decodes=sizes, mixed=[(some, size) for some in beside for size in prompts])
+
+    def shapes(self) -> list[Shape]:
+        """All of them, in the order in which they are recorded: the first ones, large to small, then the others."""
+        first = set(first_sizes(self.decodes))
+        decodes = [Shape(size, size, size) for size in reversed(self.decodes)]
+        mixed = [mixed_shape(*pair) for pair in sorted(self.mixed, key=lambda pair: (-pair[1], -pair[0]))]
+        early = [shape for shape in mixed if not shape.decodes] + [s for s in decodes if s.seqs in first]
+        late = [shape for shape in (*mixed, *decodes) if shape not in early]
+        return early + late + [evolve(shape, filters=True) for shape in decodes]
+
+    def early(self) -> int:
+        """How many of `shapes` are recorded before anything is served."""
+        return sum(not decodes for decodes, _ in self.mixed) + len(first_sizes(self.decodes))
+
+
+def mixed_shape(decodes: int, tokens: int) -> Shape:
+    """So many decodes beside so many prompt tokens; filters are always looked at, which costs little there."""
+    return Shape(decodes + tokens, decodes + MIXED_PROMPTS, decodes, filters=True)
+
+
+class Recorded:
+    """Graphs of some shapes on one device.
+
+    Args:
+        device: that can record.   wanted: which shapes.
+    """
+
+    def __init__(self, device: Device, wanted: Wanted) -> None:
+        self._device = device
+        self._wanted = wanted
+        self._missing = wanted.shapes()
+        self._early = len(self._missing) - wanted.early()  # left when a start may end
+        self._pool = device.graph_pool()
+        self._graphs: dict[Shape, tuple[Any, Computed]] = {}
+
+    def fit(self, shape: Shape) -> Shape:
+        """The smallest recorded shape that holds the step, else its own.
+
+        A recorded shape without filters may serve a step that wants them: the caller then samples again.
+        """
+        if shape.is_decode:
+            options = [Shape(size, size, size) for size in self._wanted.decodes if size >= shape.seqs]
+            if shape.filters:
+                options = [each for s in options for each in (evolve(s, filters=True), s)]
+        else:
+            prompts, tokens = shape.seqs - shape.decodes, shape.tokens - shape.decodes
+            fits = prompts <= MIXED_PROMPTS
+            pairs = (pair for pair in self._wanted.mixed if fits and pair[0] >= shape.decodes and pair[1] >= tokens)
+            options = [mixed_shape(*pair) for pair in pairs]
+        return next((option for option in options if option in self._graphs), shape)
+
+    def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:
+        """Replay the graph of this shape; without one, compute."""
+        found = self._graphs.get(views.shape)
+        if found is None:
+            return compute()
+        graph, computed = found
+        graph.replay()
+        return computed
+
+    def samples(self) -> list[Shape]:
+        """Those with the most and the fewest sequences."""
+        return sorted(self._missing, key=lambda shape: (-shape.seqs, -shape.tokens))[:: max(len(self._missing) - 1, 1)]
+
+    def reset(self) -> int:
+        """Free the graphs, and their memory; all shapes are to be recorded again."""
+        self.close()
+        self._missing = self._wanted.shapes()
+        self._pool = self._device.graph_pool()
+        return len(self._missing)
+
+    def give_up(self) -> None:
+        """Record no more."""
+        self._missing.clear()
+
+    def next(self, *, early: bool = False) -> Shape | None:
+        """The next shape of the list."""
+        return self._missing[0] if len(self._missing) > (self._early if early else 0) else None
+
+    def record(self, shape: Shape, compute: Callable[[], Computed]) -> None:
+        """Record compute(), which works on this shape's buffers. It is run once before, to load what it needs."""
+        self._missing.remove(shape)
+        compute()
+        graph, computed = self._device.record(compute, self._pool)
+        logits = None if computed.logits is None else borrowed(computed.logits)
+        self._graphs[shape] = graph, Computed(borrowed(computed.hidden), logits)
+
+    def close(self) -> None:
+        """Free the graphs; their pool goes with the last one."""
+        self._graphs.clear()
+        self._missing.clear()

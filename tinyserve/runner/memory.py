@@ -26,6 +26,14 @@ RESERVE_BYTES = 256 << 20  # left for the allocator's rounding and for libraries
 
 
 @frozen(kw_only=True)
+class Needs:
+    """Bytes that a run takes besides weights and cache, as measured: of the largest step, and of all graphs."""
+
+    step: int = 0
+    graphs: int = 0
+
+
+@frozen(kw_only=True)
 class CachePlan:
     """The decided sizes. All `_bytes` are of this device; `fitted` tells that the context was cut to the memory."""
 
@@ -34,7 +42,7 @@ class CachePlan:
     block_bytes: int
     max_model_len: int
     weight_bytes: int = 0
-    step_bytes: int = 0
+    needs: Needs = Needs()
     free_bytes: int = 0
     fitted: bool = False
 
@@ -45,10 +53,11 @@ class CachePlan:
     def report(self) -> str:
         """One line for the log: where the memory goes and what the cache holds."""
         tokens = (self.num_blocks - 1) * self.block_size
-        left = max(self.free_bytes - self.cache_bytes - self.step_bytes, 0)
-        step = f"largest step {self.step_bytes / GIB:.2f} GiB, " if self.step_bytes else ""  # not measured on a CPU
+        left = max(self.free_bytes - self.cache_bytes - self.needs.step - self.needs.graphs, 0)
+        sizes = (("largest step", self.needs.step), ("graphs", self.needs.graphs))
+        measured = "".join(f"{name} {size / GIB:.2f} GiB, " for name, size in sizes if size)  # not on a CPU
         text = (
-            f"memory: weights {self.weight_bytes / GIB:.2f} GiB, {step}"
+            f"memory: weights {self.weight_bytes / GIB:.2f} GiB, {measured}"
             f"KV cache {self.cache_bytes / GIB:.2f} GiB ({self.num_blocks} blocks of {self.block_size} tokens, "
             f"{tokens} in all), left {left / GIB:.2f} GiB; context {self.max_model_len} tokens"
         )
@@ -133,23 +142,24 @@ def plan_cache(request: CacheRequest, available_bytes: int) -> CachePlan:
     )
 
 
-def size_cache(
-    request: CacheRequest, device: Device, weight_bytes: int, largest_step: Callable[[], None] | None = None
-) -> CachePlan:
-    """Measure what the largest step needs and give the rest of the allowed memory to the cache.
+def step_bytes(device: Device, largest_step: Callable[[], None]) -> int:
+    """Most bytes that `largest_step` held at once, measured; it leaves none of them taken."""
+    device.reset_peak()
+    before = device.allocated_bytes()
+    largest_step()
+    device.synchronize()
+    peak = device.peak_bytes() - before
+    device.release_unused()
+    return peak
+
+
+def size_cache(request: CacheRequest, device: Device, weight_bytes: int, needs: Needs) -> CachePlan:
+    """Give the rest of the allowed memory to the cache.
 
     Args:
         weight_bytes: what the loaded model holds.
-        largest_step: runs one step of the largest size (its memory peak is measured); None on the CPU.
+        needs: what is not taken yet, and must stay free.
     """
-    step_bytes = 0
-    if largest_step is not None and not device.is_cpu:
-        device.reset_peak()
-        before = device.allocated_bytes()
-        largest_step()
-        device.synchronize()
-        step_bytes = device.peak_bytes() - before
-        device.release_unused()
     memory = device.memory()
     if request.cache_bytes is not None:
         available = request.cache_bytes
@@ -157,6 +167,6 @@ def size_cache(
         available = int(memory.free_bytes * CPU_KV_SHARE)
     else:
         outside = memory.total_bytes - int(memory.total_bytes * request.utilization)
-        available = memory.free_bytes - outside - step_bytes - RESERVE_BYTES
+        available = memory.free_bytes - outside - needs.step - needs.graphs - RESERVE_BYTES
     plan = plan_cache(request, available)
-    return evolve(plan, weight_bytes=weight_bytes, step_bytes=step_bytes, free_bytes=memory.free_bytes)
+    return evolve(plan, weight_bytes=weight_bytes, needs=needs, free_bytes=memory.free_bytes)

@@ -1,19 +1,24 @@
 """The runner launches steps: rows updated, model run, token chosen, result sent home.
 
-    launch:   rows.apply -> BatchBuilder.build -> [ model.forward -> model.logits -> sampler.sample -> token table ]
-                                                  '----------------------- graphs.run -----------------------'
-    landing:  copies to the host done -> StepOutput
+    launch:   differences, integers --one copy--> device -> [ gather -> model.forward -> logits -> choose -> keep ]
+                                                            '------------------- graphs.run --------------------'
+    landing:  one copy to the host done -> StepOutput
 
-On a GPU `launch` runs on the event loop's thread and returns as soon as the kernels are queued; a helper thread sleeps
-until the device is done and builds the StepOutput. On the CPU there is no queue to hide behind, so the whole step runs
-on that thread and the loop keeps serving meanwhile. Either way steps run and land in launch order.
+On a GPU `launch` runs on the event loop's thread and returns as soon as the kernels are queued: nothing in it waits for
+the device. A helper thread sleeps until the device is done and builds the StepOutput. On the CPU there is no queue to
+hide behind, so the whole step runs on that thread and the loop keeps serving meanwhile. Either way steps run and land
+in launch order.
+
+What few rows ask for (log-probabilities, edits of logits) is launched after the graph, over the logits that it left.
 
 Before: runner/batch.py, models/decoder.py, sampling/sampler.py.  After: engine/engine.py.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -23,14 +28,17 @@ from attrs import frozen
 
 from ..device import Device
 from ..errors import EngineDead
-from ..sampling.sampler import Sampled, Sampler
-from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs
-from .batch import Batch, BatchBuilder
+from ..kernels.keep_tokens import keep_tokens
+from ..sampling.logprobs import TokenReports
+from ..sampling.sampler import Sampler
+from ..step import SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs
+from .batch import Batch, BatchBuilder, Shape, Views
 from .flight import Flight
-from .graphs import Eager, Graphs
-from .slots import Rows
+from .graphs import MIXED_PROMPTS, MIXED_TOKENS, Computed, Eager, Graphs
+from .slots import Differences, Rows
 from .workers import Workers
 
+_log = logging.getLogger(__name__)
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: 256 x 152k x 4 bytes = 156 MB
 
 
@@ -63,11 +71,19 @@ class Limits:
 
 @frozen
 class _Launched:
-    """A step whose kernels are queued: what `_land` needs to build the output."""
+    """A step whose kernels are queued: what `_land` needs to build the output.
+
+    Args:
+        order: the slice of each sequence of the batch.   places: where its token stands in the result.
+        result: tokens, then bad flags; on the host once the event has come. None if nothing was chosen.
+        reports: of the sequences, by their place.   prompt_scores: by slice.
+    """
 
     step: StepInput
-    order: list[int]
-    sampled: Sampled | None
+    order: Sequence[int]
+    places: Sequence[int]
+    result: torch.Tensor | None
+    reports: TokenReports | None
     prompt_scores: dict[int, list[Any]]
     event: Any
     started: float
@@ -89,8 +105,13 @@ class Runner:
         self.sampler = sampler
         self.device = device
         self.graphs: Graphs = graphs or Eager()
+        self.limits = limits
         self.rows = Rows(limits.rows, limits.max_model_len, limits.groups, limits.block_size, device.torch)
-        self.batches = BatchBuilder(self.rows, limits.max_tokens, limits.max_seqs, device, limits.depth + 1)
+        ring, tokens, seqs = limits.depth + 1, limits.max_tokens, limits.max_seqs
+        if not isinstance(self.graphs, Eager):  # room for the padding of a mixed graph
+            tokens, seqs = max(tokens, seqs + MIXED_TOKENS), seqs + MIXED_PROMPTS
+        self.batches = BatchBuilder(self.rows, sampler.table, tokens, seqs, device, ring)
+        self._homes = deque((device.host_buffer(2 * seqs, dtype=torch.int32), device.event()) for _ in range(ring))
         self._worker = Workers("tinyserve-step")
         self._closed = False
 
@@ -101,25 +122,20 @@ class Runner:
         if self.device.is_cpu:
             landing: Future[StepOutput] = self._worker.submit(lambda: self._land(self._enqueue(step)))
         else:
-            launched = self._enqueue(step)
-            landing = self._worker.submit(self._land, launched)
+            landing = self._worker.submit(self._land, self._enqueue(step))
         return Flight(step.step_id, landing)
 
-    def rehearse(self, limits: Limits) -> None:
-        """Run one step of the largest size on rows that are closed again, so that its memory can be measured.
-
-        All block tables of the rows name the null block; what is written there is never read as data.
-        """
-        share, rest = divmod(limits.max_tokens, limits.max_seqs)
-        counts = [min(share + (seq < rest), limits.max_model_len) for seq in range(limits.max_seqs)]
-        params = RowParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=5)
-        step = StepInput(
-            step_id=0,
-            opened=tuple(SlotOpening(s, n, (0,) * n, params) for s, n in enumerate(counts) if n),
-            slices=tuple(SeqSlice(s, 0, n) for s, n in enumerate(counts) if n),
-        )
-        for part in (step, StepInput(step_id=0, closed=tuple(piece.slot for piece in step.slices))):
-            self.launch(part).landing.result()
+    def improve(self) -> bool:
+        """Record one more graph, if one is wanted; for when there is nothing to do. Returns whether it did."""
+        shape = None if self._closed else self.graphs.next()
+        if shape is None:
+            return False
+        try:
+            self.record(shape)
+        except torch.OutOfMemoryError:
+            _log.warning("no memory for more device graphs; steps that have none run slower")
+            self.graphs.give_up()
+        return True
 
     def close(self) -> None:
         """Wait for the steps under way, then free the device's memory. Safe to call twice."""
@@ -132,53 +148,116 @@ class Runner:
         self.device.release_unused()
 
     @torch.inference_mode()
+    def record(self, shape: Shape) -> None:
+        """Make the graph of a shape, over sequences of padding. No step may be under way."""
+        with self.device.use():
+            views = self.batches.send((), shape)
+            prompt = shape.tokens - shape.decodes
+            batch = self.batches.batch(views, max(prompt, 1), self.limits.max_model_len)
+            self.graphs.record(shape, lambda: self._compute(batch, sampled=True, chosen=True))
+
+    @torch.inference_mode()
     def _enqueue(self, step: StepInput) -> _Launched:
         """Queue all kernels of a step and the copies of its results (on the CPU: run them)."""
         started = time.perf_counter()
         with self.device.use():
-            self._update_rows(step)
+            differences = self._take(step)
             order = self.batches.order(step)
-            pieces = [step.slices[i] for i in order]
-            sampled, scores = None, {}
-            if pieces:
-                batch = self.batches.build(pieces)
-                scored = self._scored(pieces)
-                sampled, hidden = self.graphs.run(batch, lambda b: self._compute(b, pieces))
-                scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in scored}
-                if sampled is not None and not self.device.is_cpu:
-                    sampled = sampled.to("cpu", non_blocking=True)
-            event = self.device.event()
+            places, result, reports, scores = order, None, None, {}
+            if order:
+                pieces = [step.slices[i] for i in order]
+                places, result, reports, hidden = self._run(pieces, differences)
+                scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in self._scored(pieces)}
+            else:
+                self.rows.write(differences)
+            event = self._homes[0][1]
             event.record(self.device.current_stream())
-        return _Launched(step, order, sampled, scores, event, started)
+            self._homes.rotate(-1)
+        return _Launched(step, order, places, result, reports, scores, event, started)
 
-    def _update_rows(self, step: StepInput) -> None:
+    def _take(self, step: StepInput) -> Differences | None:
+        """Book rows that close and open, with the sampler too; what the rows on the device must be told."""
         for slot in step.closed:
             self.sampler.close(slot)
-        self.rows.apply(step)
         for opening in step.opened:
             self.sampler.open(opening.slot, opening.prompt_len, opening.params)
+        self.sampler.flush()
+        return self.rows.take(step)
 
-    def _compute(self, batch: Batch, pieces: Sequence[SeqSlice]) -> tuple[Sampled | None, torch.Tensor]:
-        """Forward, logits of the rows that sample, the chosen tokens; these go straight into the token table."""
+    def _run(
+        self, pieces: Sequence[SeqSlice], differences: Differences | None
+    ) -> tuple[Sequence[int], torch.Tensor | None, TokenReports | None, torch.Tensor]:
+        """Queue what a step computes; returns the places in the result, the result, reports, and hidden states."""
+        slots = tuple([piece.slot for piece in pieces])
+        asks = self.sampler.asks(slots)
+        own, sampled = self._own_shape(pieces, asks.filters), any(piece.samples for piece in pieces)
+        exact = not own.is_decode and (asks.more or bool(self._scored(pieces)))
+        shape = own if exact else self.graphs.fit(own)
+        views = self.batches.send(pieces, shape, differences)
+        again = sampled and (asks.more or (asks.filters and not shape.filters))  # the graph's choice is not enough
+
+        def compute() -> Computed:
+            longest = max(piece.end for piece in pieces)
+            batch = self.batches.batch(views, max(piece.count for piece in pieces), longest)
+            return self._compute(batch, sampled=sampled, chosen=not again)
+
+        computed = self.graphs.run(views, compute)
+        reports, places = None, range(len(pieces))
+        if again:
+            views = self.batches.views(own)
+            reports = self._sample(computed.logits[: len(pieces)], slots, views)
+        elif shape.decodes != own.decodes and not own.is_decode:
+            places = [shape.place(i, own.decodes) for i in places]
+        return places, self._bring_home(views.result) if sampled else None, reports, computed.hidden
+
+    def _own_shape(self, pieces: Sequence[SeqSlice], filters: bool) -> Shape:
+        """The shape of a step as it is, without padding."""
+        seqs = len(pieces)
+        if pieces[-1].count == 1:  # they stand first
+            return Shape(seqs, seqs, seqs, filters)
+        tokens = sum(piece.count for piece in pieces)
+        return Shape(tokens, seqs, sum(piece.count == 1 for piece in pieces), filters)
+
+    def _compute(self, batch: Batch, *, sampled: bool, chosen: bool) -> Computed:
+        """Gather, forward, logits, the chosen tokens and where they go; nothing depends on the host's numbers.
+
+        Args: sampled: some sequence of the step gets a token.   chosen: it is chosen here.
+        """
+        views = batch.views
+        self.batches.gather(views)
         hidden = self.model.forward(batch)
-        sampling = [piece for piece in pieces if piece.samples]
-        if not sampling:
-            return None, hidden
-        logits = self.model.logits(hidden.index_select(0, batch.logit_rows))
-        device = logits.device
-        slots = [piece.slot for piece in sampling]
-        positions = [piece.end for piece in sampling]
-        sampled = self.sampler.sample(logits, slots, positions, self.rows.tokens)
-        where = torch.tensor(slots, device=device), torch.tensor(positions, device=device)
-        self.rows.tokens.index_put_(where, sampled.tokens.to(torch.int32))
-        return sampled, hidden
+        if not sampled:
+            return Computed(hidden, None)
+        last = hidden if views.shape.is_decode else hidden.index_select(0, batch.logit_rows)
+        logits = self.model.logits(last)
+        if chosen:
+            tokens, bad, _ = self.sampler.choose(logits, views.values, views.seq_lens, views.shape.filters)
+            self._keep(tokens, bad, views)
+        return Computed(hidden, logits)
+
+    def _sample(self, logits: torch.Tensor, slots: tuple[int, ...], views: Views) -> TokenReports | None:
+        """Choose with everything that the rows ask for."""
+        sampled = self.sampler.sample(logits, slots, views.seq_lens, self.rows.tokens, values=views.values)
+        self._keep(sampled.tokens, sampled.bad, views)
+        reports = sampled.reports
+        return reports if reports is None or self.device.is_cpu else reports.to("cpu", non_blocking=True)
+
+    def _keep(self, tokens: torch.Tensor, bad: torch.Tensor, views: Views) -> None:
+        keep_tokens(tokens, bad, views.slots, views.seq_lens, views.kept, self.rows.tokens, views.result)
+
+    def _bring_home(self, result: torch.Tensor) -> torch.Tensor:
+        """Queue the copy of a result into the host's buffer for this step (on the CPU it is there already)."""
+        if self.device.is_cpu:
+            return result
+        return self._homes[0][0][: len(result)].copy_(result, non_blocking=True)
 
     def _scored(self, pieces: Sequence[SeqSlice]) -> list[int]:
         """Which pieces hold prompt positions whose next token's log-probability was asked for."""
         return [
             i
             for i, piece in enumerate(pieces)
-            if (params := self.rows.params[piece.slot]) is not None
+            if piece.start < self.rows.prompt_lens[piece.slot] - 1
+            and (params := self.rows.params[piece.slot]) is not None
             and (first := params.scores_from()) is not None
             and max(piece.start, first) < min(piece.end, self.rows.prompt_lens[piece.slot] - 1)
         ]
@@ -205,27 +284,21 @@ class Runner:
     def _land(self, launched: _Launched) -> StepOutput:
         """Wait for the device (sleeping), then say in Python what the step gave."""
         launched.event.synchronize()
-        tokens: list[int] = []
-        bad: list[bool] = []
-        logprobs: list[TokenLogprobs | None] = []
-        if launched.sampled is not None:
-            tokens, bad, logprobs = launched.sampled.to_host()
-        outputs: list[SliceOutput | None] = [None] * len(launched.order)
-        row = 0
-        for index in launched.order:
-            piece = launched.step.slices[index]
+        result = launched.result.tolist() if launched.result is not None else []
+        seqs, slices = len(result) // 2, launched.step.slices
+        records: dict[int, TokenLogprobs] = {}
+        if launched.reports is not None:
+            records = dict(zip(launched.reports.rows, launched.reports.records(), strict=True))
+        outputs: list[SliceOutput | None] = [None] * len(slices)
+        for index, place in zip(launched.order, launched.places, strict=True):
+            piece = slices[index]
             scores = launched.prompt_scores.get(index)
             prompt = tuple(record for part in scores for record in part.records()) if scores else None
             if not piece.samples:
                 outputs[index] = SliceOutput(piece.slot, prompt_logprobs=prompt)
                 continue
-            found = logprobs[row] if logprobs else None
-            outputs[index] = SliceOutput(
-                piece.slot,
-                (tokens[row],),
-                logprobs=None if found is None else (found,),
-                prompt_logprobs=prompt,
-                bad=bad[row],
-            )
-            row += 1
+            bad = result[seqs + place] > 0
+            record = None if bad else records.get(place)
+            logprobs = None if record is None else (record,)
+            outputs[index] = SliceOutput(piece.slot, (result[place],), logprobs, prompt, bad=bad)
         return StepOutput(launched.step.step_id, tuple(outputs), time.perf_counter() - launched.started)

@@ -7,24 +7,38 @@ The host writes prompts and block-table differences; the sampler writes output t
 can be launched before the host knows the tokens of the step before: its input token is already in the row, or will be
 when the kernels of the earlier step have run.
 
-N rows, W = max_model_len + 1 (the token after the last position may still be written), B blocks of the longest row.
+Both lie in one piece of memory, so that all differences of a step are pairs (place, number) that one scatter applies.
 
-Before: step.py (the differences).  After: runner/batch.py (reads the rows of one step).
+N rows, the last one spare: padding of a batch reads and writes there. W = max_model_len + 1 (the token after the last
+position may still be written), B blocks of the longest row.
+
+Before: step.py (the differences).  After: runner/batch.py (brings them to the device, reads the rows of one step).
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from attrs import frozen
 
 from ..step import RowParams, StepInput
+
+ALIGN = 16  # numbers: kernels are compiled anew for pointers that are not at a multiple of 16 bytes
+
+
+@frozen(eq=False)
+class Differences:
+    """Numbers to write: where [n] int64, places in `Rows.state`; values [n] int32. No place occurs twice."""
+
+    where: np.ndarray
+    values: np.ndarray
 
 
 class Rows:
     """The per-request state on the device.
 
     Args:
-        rows: N, how many requests can be open at once.
+        rows: N - 1, how many requests can be open at once.
         max_model_len: most positions of a row.
         groups: G, number of KV groups.   block_size: positions of a block.
         device: where the tensors live.
@@ -33,33 +47,49 @@ class Rows:
     def __init__(self, rows: int, max_model_len: int, groups: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.tokens = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)  # [N, W]
-        blocks = -(-max_model_len // block_size)
-        self.tables = torch.zeros(groups, rows, blocks, dtype=torch.int32, device=device)  # [G, N, B]
-        self.prompt_lens = [0] * rows
+        self.spare = rows
+        count, width, blocks = rows + 1, max_model_len + 1, -(-max_model_len // block_size)
+        self._tables_at = -(-count * width // ALIGN) * ALIGN
+        self.state = torch.zeros(self._tables_at + groups * count * blocks, dtype=torch.int32, device=device)
+        self.tokens = self.state[: count * width].view(count, width)  # [N, W]
+        self.tables = self.state[self._tables_at :].view(groups, count, blocks)  # [G, N, B]
+        self.prompt_lens = [0] * (rows + 1)
         self.params: list[RowParams | None] = [None] * rows
 
     def apply(self, step: StepInput) -> None:
         """Take over a step's differences: rows closed and opened, blocks added."""
+        self.write(self.take(step))
+
+    def take(self, step: StepInput) -> Differences | None:
+        """Book what the host itself remembers of rows; return what the device must be told, None if nothing."""
         for slot in step.closed:
             self.params[slot] = None
+        if not (step.opened or step.edits):
+            return None
+        width, (_, rows, blocks) = self.tokens.shape[1], self.tables.shape
+        firsts, parts = [], []
         for opening in step.opened:
             self.prompt_lens[opening.slot] = opening.prompt_len
             self.params[opening.slot] = opening.params
-            self._put(self.tokens[opening.slot], 0, opening.tokens)
-        if step.edits:
-            self._edit_tables(step)
-
-    def _put(self, row: torch.Tensor, start: int, values: tuple[int, ...]) -> None:
-        row[start : start + len(values)] = torch.from_numpy(np.array(values, dtype=np.int32)).to(row.device)
-
-    def _edit_tables(self, step: StepInput) -> None:
-        """One scatter for all edits of the step: a decode batch adds a block to one row in `block_size`."""
-        _, rows, width = self.tables.shape
-        counts = [len(edit.blocks) for edit in step.edits]
-        firsts = [(edit.group * rows + edit.slot) * width + edit.start for edit in step.edits]
-        blocks = np.concatenate([np.array(edit.blocks, dtype=np.int32) for edit in step.edits])
+            firsts.append(opening.slot * width)
+            parts.append(opening.tokens)
+        for edit in step.edits:
+            firsts.append(self._tables_at + (edit.group * rows + edit.slot) * blocks + edit.start)
+            parts.append(edit.blocks)
+        counts = np.fromiter(map(len, parts), np.int64, len(parts))
         ends = np.cumsum(counts)
         where = np.arange(ends[-1]) + np.repeat(np.array(firsts, dtype=np.int64) - ends + counts, counts)
-        device = self.tables.device
-        self.tables.view(-1)[torch.from_numpy(where).to(device)] = torch.from_numpy(blocks).to(device)
+        return Differences(where, np.concatenate([np.array(part, dtype=np.int32) for part in parts]))
+
+    def write(self, differences: Differences | None) -> None:
+        """Apply differences that come from the host by themselves, through pinned memory on a device."""
+        if differences is None:
+            return
+        where, values = torch.from_numpy(differences.where), torch.from_numpy(differences.values)
+        if not self.state.is_cpu:
+            where, values = (part.pin_memory().to(self.state.device, non_blocking=True) for part in (where, values))
+        self.scatter(where, values)
+
+    def scatter(self, where: torch.Tensor, values: torch.Tensor) -> None:
+        """Write values [n] int32 at where [n] int64, both on the device."""
+        self.state.scatter_(0, where, values)

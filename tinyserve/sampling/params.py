@@ -2,8 +2,8 @@
 
 A row's numbers are written once, when its request starts, and read every step. They live in one int32 table [columns,
 slots] (floats as their bits, the seed as two words), so that all rows opened since the last step travel in ONE copy,
-and the numbers of a step's rows are ONE gather. While the batch stays the same, as it does in decoding, the gathered
-tensors are reused and a step reads nothing at all.
+and the numbers of a step's rows are ONE gather: the runner's, together with all else that a step reads of its rows, or
+`gather` here, whose tensors are reused while the batch stays the same.
 
 Lists of any length (bias, allowed ids, bad words) are not here: `transforms.py` keeps them, for rows that have them.
 
@@ -47,16 +47,21 @@ class RowValues:
     prompt_len: Tensor
     seeds: Tensor
 
+    @classmethod
+    def of(cls, slots: Tensor, columns: Tensor, seeds: Tensor) -> RowValues:
+        """Views of gathered columns [C - 2, L] int32, in the order of COLUMNS; nothing is read yet."""
+        return cls(slots, *columns[: len(FLOATS)].view(torch.float32), *columns[len(FLOATS) :], seeds)
+
 
 class ParamTable:
-    """One column of numbers per request row.
+    """One column of numbers per request row, and a last one of zeros for rows of padding: those are greedy.
 
     Args:
         slots: number of request rows.   device: where the table lives.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self._table = torch.zeros(len(COLUMNS), slots, dtype=torch.int32, device=device)
+        self.table = torch.zeros(len(COLUMNS), slots + 1, dtype=torch.int32, device=device)
         self._staged: dict[int, np.ndarray] = {}
         self._last_slots: tuple[int, ...] | None = None
         self._last: RowValues | None = None
@@ -73,22 +78,22 @@ class ParamTable:
         """The numbers of these rows, in this order. The tensors must not be changed."""
         if not self._staged and slots == self._last_slots and self._last is not None:
             return self._last
-        self._apply()
+        self.flush()
         L = len(slots)
         # Padded to 16 bytes: Triton compiles a kernel anew when a pointer's alignment changes, so it must not follow L.
-        index = upload(slots + (0,) * (-L % 4), self._table.device)
-        rows = self._table.index_select(1, index)[:, :L]  # [columns, L]
-        floats = rows[: len(FLOATS)].view(torch.float32)
-        top_k, prompt_len, low, high = rows[len(FLOATS) :]
+        index = upload(slots + (0,) * (-L % 4), self.table.device)
+        rows = self.table.index_select(1, index)[:, :L]  # [columns, L]
+        low, high = rows[-2:]
         seeds = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
-        self._last_slots, self._last = slots, RowValues(index[:L], *floats, top_k, prompt_len, seeds)
+        self._last_slots, self._last = slots, RowValues.of(index[:L], rows[:-2], seeds)
         return self._last
 
-    def _apply(self) -> None:
+    def flush(self) -> None:
         """Bring what was staged to the device: row numbers and columns in one copy."""
         if not self._staged:
             return
         packed = np.vstack([np.fromiter(self._staged, dtype=np.int32), np.stack(list(self._staged.values()), axis=1)])
-        block = upload(packed, self._table.device)
-        self._table.index_copy_(1, block[0].long(), block[1:])
+        block = upload(packed, self.table.device)
+        self.table.index_copy_(1, block[0].long(), block[1:])
         self._staged.clear()
+        self._last = None

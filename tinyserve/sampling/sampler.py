@@ -68,6 +68,14 @@ class Sampled:
         return self.tokens.tolist(), bad, records
 
 
+@frozen
+class Asks:
+    """What a batch asks for. filters: top-k, top-p or min-p; more: edits of logits or log-probabilities."""
+
+    filters: bool
+    more: bool
+
+
 @frozen(eq=False)
 class _Plan:
     """What the rows of a batch ask for: for each transform in use its logit rows, and who wants log-probabilities."""
@@ -135,6 +143,34 @@ class Sampler:
         for transform in self._transforms:
             transform.close(slot)
 
+    @property
+    def table(self) -> Tensor:
+        """[C, slots + 1] int32, every row's numbers (params.COLUMNS), up to date after `flush`; the last is zeros."""
+        return self._table.table
+
+    def flush(self) -> None:
+        """Bring what `open` staged to the device."""
+        self._table.flush()
+
+    def asks(self, slots: Sequence[int]) -> Asks:
+        """What the open rows `slots` ask for: without `more`, `choose` is all of the sampling."""
+        plan = self._plan_of(tuple(slots))
+        return Asks(plan.filters, bool(plan.uses or plan.asked))
+
+    def choose(
+        self, logits: Tensor, values: RowValues, positions: Tensor, filters: bool
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Draw one token per row; nothing here depends on which rows they are, so a device graph may hold it.
+
+        Args: logits [L, V], positions [L] as of `sample`; values: the rows' numbers; filters: whether they are looked
+            at for top-k, top-p and min-p.
+        Returns: tokens [L] int32, bad [L] bool, and with filters the bounds of kernels/threshold.py.
+        """
+        bounds: tuple[Tensor, ...] = ()
+        if filters:
+            bounds = threshold(logits, values.temperature, values.top_k, values.top_p, values.min_p)
+        return *sample(logits, values.temperature, values.seeds, positions, *bounds), bounds
+
     def sample(
         self,
         logits: Tensor,
@@ -142,6 +178,7 @@ class Sampler:
         positions: Sequence[int] | Tensor,
         tokens: Tensor,
         grammar: GrammarMask | None = None,
+        values: RowValues | None = None,
     ) -> Sampled:
         """Choose one token per row.
 
@@ -151,10 +188,11 @@ class Sampler:
             positions: L numbers, where each new token will stand: how many tokens its row has.
             tokens: [request rows, max_model_len] int32, the token table, known up to the positions.
             grammar: what grammars allow, applied first.
+            values: the rows' numbers, if they have been gathered already.
         """
         slots = tuple(slots)
         plan = self._plan_of(slots)
-        values = self._table.gather(slots)
+        values = self._table.gather(slots) if values is None else values
         if not isinstance(positions, Tensor):
             positions = upload(positions, logits.device)
         if grammar is not None:
@@ -166,10 +204,7 @@ class Sampler:
             context = Context(slots, values, positions, tokens)
             for transform, rows in plan.uses:
                 transform.apply(logits, rows, context)
-        bounds: tuple[Tensor, ...] = ()
-        if plan.filters:
-            bounds = threshold(logits, values.temperature, values.top_k, values.top_p, values.min_p)
-        chosen, bad = sample(logits, values.temperature, values.seeds, positions, *bounds)
+        chosen, bad, bounds = self.choose(logits, values, positions, plan.filters)
         if not plan.asked:
             return Sampled(chosen, bad)
         return Sampled(chosen, bad, self._report(plan, raw, logits, values, bounds, chosen))

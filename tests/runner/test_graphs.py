@@ -1,0 +1,156 @@
+"""runner/graphs.py on the CPU: a recorder that runs the recorded work again stands in for a device."""
+
+import pytest
+import torch
+
+from tests.scripted import VOCAB, ScriptModel
+from tinyserve.device import Device
+from tinyserve.runner.graphs import MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
+from tinyserve.runner.runner import Limits, Runner
+from tinyserve.runner.warmup import warm_up
+from tinyserve.sampling.sampler import Sampler
+from tinyserve.step import RowParams, SeqSlice, SlotOpening, StepInput
+
+LIMITS = Limits(rows=12, max_seqs=12, max_tokens=64, max_model_len=64, block_size=8, groups=1, depth=2)
+WANTED = Wanted(decodes=(1, 2, 4, 12), mixed=((0, 16), (0, 32), (4, 16)))
+
+
+class Again:
+    """A graph: runs the work once more and leaves the results where they were."""
+
+    def __init__(self, work, result):
+        self.work, self.result, self.replays = work, result, 0
+
+    def replay(self):
+        self.replays += 1
+        new = self.work()
+        self.result.hidden.copy_(new.hidden)
+        self.result.logits.copy_(new.logits)
+
+
+class Recorder:
+    """The part of a device that records."""
+
+    def graph_pool(self):
+        return None
+
+    def record(self, work, pool):
+        result = work()
+        return Again(work, result), result
+
+
+class Told(ScriptModel):
+    """Logits that depend on the position and the token there, so that a wrong row shows."""
+
+    def forward(self, batch):
+        return torch.stack([batch.positions.float(), batch.tokens.float()], dim=1)
+
+    def logits(self, hidden):
+        phase = torch.arange(VOCAB) * (1 + hidden[:, :1]) + 7 * hidden[:, 1:]
+        return 5 * torch.sin(phase)
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(graphs=None):
+        sampler = Sampler(LIMITS.rows, VOCAB, LIMITS.max_model_len, torch.device("cpu"))
+        runner = Runner(Told(), sampler, LIMITS, Device("cpu"), graphs)
+        made.append(runner)
+        return runner
+
+    yield build
+    for runner in made:
+        runner.close()
+
+
+def traffic():
+    """Prompts that come one after the other, chunks, and decodes between them: every kind of step."""
+    kinds = (
+        RowParams(temperature=0.0),
+        RowParams(temperature=0.8, seed=5),
+        RowParams(temperature=0.9, top_p=0.8, top_k=9, seed=6),
+        RowParams(temperature=0.0, logprobs=2),
+        RowParams(temperature=0.0, repetition_penalty=1.3, prompt_logprobs=0),
+    )
+    ends, step = {}, 0
+    for wave, lengths in enumerate([[3], [7, 1], [12, 2, 2], [30], [5] * 5]):
+        opened, pieces = [], [SeqSlice(slot, end, 1) for slot, end in ends.items()]
+        for slot in ends:
+            ends[slot] += 1
+        for length in lengths:
+            slot = len(ends)
+            prompt = tuple(range(slot, slot + length))
+            opened.append(SlotOpening(slot, length, prompt, kinds[(slot + wave) % len(kinds)]))
+            pieces.insert(0, SeqSlice(slot, 0, length))
+            ends[slot] = length
+        yield StepInput(step_id=step, opened=tuple(opened), slices=tuple(pieces))
+        for _ in range(2):
+            step += 1
+            yield StepInput(step_id=step, slices=tuple(SeqSlice(slot, end, 1) for slot, end in ends.items()))
+            ends = {slot: end + 1 for slot, end in ends.items()}
+    long = tuple(range(40))
+    few = tuple(SeqSlice(slot, end, 1) for slot, end in list(ends.items())[:3])
+    row = len(ends) - 1
+    yield StepInput(
+        step_id=90,
+        closed=(row,),
+        opened=(SlotOpening(row, 40, long, kinds[0]),),
+        slices=(*few, SeqSlice(row, 0, 9, (), False)),
+    )
+    yield StepInput(step_id=91, slices=(SeqSlice(row, 9, 31),))
+
+
+def outputs(runner):
+    return [runner.launch(step).landing.result(10).slices for step in traffic()]
+
+
+def test_graphs_change_nothing(make):
+    """The same steps, in their own shapes and in the padded ones of graphs: equal tokens, logprobs and rows."""
+    plain, graphed = make(), make(Recorded(Recorder(), WANTED))
+    for runner in (plain, graphed):
+        warm_up(runner)
+    while graphed.improve():
+        pass
+
+    assert outputs(graphed) == outputs(plain)
+    assert torch.equal(graphed.rows.tokens[:-1], plain.rows.tokens[:-1])
+    replayed = {shape for shape, (graph, _) in graphed.graphs._graphs.items() if graph.replays}
+    assert {shape.is_decode for shape in replayed} == {True, False} and len(replayed) >= 4
+
+
+def test_a_start_records_a_few_and_idle_time_the_rest(make):
+    """4 decode sizes with and without filters and 3 mixed shapes are 11 graphs; 1, 2, 4 and two mixed come first."""
+    runner = make(Recorded(Recorder(), WANTED))
+
+    warm_up(runner)
+
+    assert {(s.tokens, s.decodes) for s in runner.graphs._graphs} == {(1, 1), (2, 2), (4, 4), (16, 0), (32, 0)}
+    assert sum(iter(runner.improve, False)) == 6
+    assert not runner.improve()
+
+
+def test_the_next_larger_graph_serves_until_its_own_is_there(make):
+    runner = make(Recorded(Recorder(), WANTED))
+    warm_up(runner)
+    graphs = runner.graphs
+    three = runner._own_shape([SeqSlice(slot, 5, 1) for slot in range(3)], False)
+    chunk = runner._own_shape([SeqSlice(0, 5, 20)], False)
+
+    assert graphs.fit(three).seqs == 4
+    assert graphs.fit(chunk).tokens == 32
+    five = runner._own_shape([SeqSlice(slot, 5, 1) for slot in range(5)], False)
+    assert graphs.fit(five) == five
+    crowd = runner._own_shape([SeqSlice(slot, 5, 2) for slot in range(MIXED_PROMPTS + 1)], False)
+    assert graphs.fit(crowd) == crowd
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
+def test_sizes_cover_every_batch_with_little_padding(most):
+    """Up to 16 sequences a batch may double; beyond, at most a third of it is padding."""
+    sizes = decode_sizes(most)
+
+    assert sizes[-1] == most and sizes == sorted(set(sizes))
+    assert all(min(size for size in sizes if size >= seqs) <= max(16, 1.5 * seqs) for seqs in range(1, most + 1))
+    assert set(first_sizes(sizes)) <= set(sizes)
