@@ -6,8 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
-from tests.kernels.harness import TARGETS, compile_only, interpreting, nan_outputs
+from tests.kernels.harness import TARGETS, CompileDriver, compile_only, interpreting, nan_outputs, replaced
 from tinyserve.kernels import launch
 
 
@@ -165,3 +166,25 @@ def test_caches_side_by_side_are_seen_as_one():
     assert launch.joined(v, k) is None
     assert launch.joined(k.contiguous(), v.contiguous()) is None
     assert launch.joined(k, v.clone(memory_format=torch.preserve_format)) is None
+
+
+@compiles
+def test_noted_launches_are_compiled_together():
+    """Two variants, asked for three times: inside `noting` none is compiled, afterwards all three find theirs."""
+    out = torch.empty(128, device="meta")
+
+    def launches():
+        return [_fill_kernel.warmup(out, 1.0, BLOCK=size, grid=(1,)) for size in (64, 128, 64)]
+
+    with replaced(driver, _active=CompileDriver(TARGETS["sm_90"].gpu)):
+        _fill_kernel.device_caches.clear()
+        try:
+            with launch.noting() as variants:
+                assert launches() == [None] * 3
+            assert launch.compile_together(variants, threads=2) == 2
+            with launch.noting() as more:
+                assert None not in launches()
+        finally:
+            _fill_kernel.device_caches.clear()
+
+    assert more == []

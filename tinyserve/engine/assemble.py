@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from typing import Any
 
 from attrs import define
@@ -59,7 +60,7 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     from ..kv.groups import group_layers
     from ..kv.storage import allocate
     from ..runner.memory import Needs, step_bytes
-    from ..runner.warmup import graph_bytes, rehearse, warm_up
+    from ..runner.warmup import compile_kernels, graph_bytes, rehearse, warm_up
     from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
@@ -76,15 +77,17 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
 
     needs = Needs()
     if not device.is_cpu:
+        parts.model.bind(groups, storage(1))  # every table points at the null block
+        with phases("kernels"):
+            compile_kernels(runner, len(os.sched_getaffinity(0)))
         with phases("rehearsal"):
-            parts.model.bind(groups, storage(1))  # every table points at the null block
             step = step_bytes(device, lambda: rehearse(runner))
             needs = Needs(step=step, graphs=graph_bytes(runner))
     with phases("cache"):
         plan = _plan(config, parts, device, dtype, needs)
         parts.model.bind(groups, storage(plan.num_blocks))
     if not device.is_cpu:
-        with phases("warm-up"):
+        with phases("warm-up and graphs"):
             warm_up(runner)
     _log.info("%s", plan.report())
     cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)

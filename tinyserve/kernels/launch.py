@@ -19,9 +19,12 @@ whose ranges (both ends included) hold for the shape is used; a name that a row 
 Before: `device.py`, which device this is.  After: every kernel file of this folder.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,46 @@ class DeviceFacts:
     shared: int
     processors: int
     overlaps: bool = False
+
+
+@frozen
+class Variant:
+    """One kernel for one combination of types and constants, not compiled yet. data: Triton's own description."""
+
+    kernel: Any
+    data: str
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Variant]]:
+    """Inside, this thread compiles nothing: a launch that would is left out, and its variant is in the list.
+
+    Steps of zeros run this way name the variants that real steps need; `compile_together` then makes them all at once,
+    where one launch after the other would wait for each.
+    """
+    found: list[Variant] = []
+    mine, before = threading.get_ident(), triton.knobs.runtime.jit_cache_hook
+
+    def hook(**launch: Any) -> bool:
+        if threading.get_ident() != mine:  # another engine of this process
+            return bool(before and before(**launch))
+        found.append(Variant(launch["fn"].jit_function, launch["compile"]["specialization_data"]))
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = hook
+    try:
+        yield found
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+
+
+def compile_together(variants: Iterable[Variant], threads: int) -> int:
+    """Compile variants on so many threads, or read them from Triton's cache on disk. Returns how many there were."""
+    distinct = dict.fromkeys(variants)
+    with ThreadPoolExecutor(threads, "compile") as pool, triton.AsyncCompileMode(pool):
+        for variant in distinct:
+            variant.kernel.preload(variant.data)
+    return len(distinct)
 
 
 def cdiv(count: int, size: int) -> int:

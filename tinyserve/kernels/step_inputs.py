@@ -130,8 +130,8 @@ def _step_inputs_kernel(
         tl.store(positions_ptr + token, at, mask=inside)
         tl.store(tokens_ptr + token, tl.load(token_table_ptr + row * W + at, mask=inside, other=0), mask=inside)
         for group in tl.static_range(G):
-            source = block_table_ptr + (group * N + row) * B + at // P
-            write = tl.load(source, mask=inside, other=0).to(tl.int64) * P + at % P
+            entry = block_table_ptr + (group * N + row) * B + at // P
+            write = tl.load(entry, mask=inside, other=0).to(tl.int64) * P + at % P
             tl.store(writes_ptr + group * writes_stride + token, tl.where(real, write, -1), mask=inside)
 
 

@@ -28,6 +28,7 @@ from .batch import Shape, Views
 
 MIXED_TOKENS = 512  # prompt tokens of the largest mixed graph
 MIXED_PROMPTS = 8  # sequences in it besides the decodes
+FITS = 4096  # steps whose fitting shape is remembered
 
 
 @frozen(eq=False)
@@ -184,12 +185,21 @@ class Recorded:
         self._early = len(self._missing) - wanted.early()  # left when a start may end
         self._pool = device.graph_pool()
         self._graphs: dict[Shape, tuple[Any, Computed]] = {}
+        self._fits: dict[Shape, Shape] = {}  # what `fit` found since the last recording
 
     def fit(self, shape: Shape) -> Shape:
         """The smallest recorded shape that holds the step, else its own.
 
         A recorded shape without filters may serve a step that wants them: the caller then samples again.
         """
+        found = self._fits.get(shape)
+        if found is None:
+            if len(self._fits) >= FITS:
+                self._fits.clear()
+            found = self._fits[shape] = self._search(shape)
+        return found
+
+    def _search(self, shape: Shape) -> Shape:
         if shape.is_decode:
             options = [Shape(size, size, size) for size in self._wanted.decodes if size >= shape.seqs]
             if shape.filters:
@@ -235,9 +245,11 @@ class Recorded:
         compute()
         graph, computed = self._device.record(compute, self._pool)
         logits = None if computed.logits is None else borrowed(computed.logits)
+        self._fits.clear()
         self._graphs[shape] = graph, Computed(borrowed(computed.hidden), logits)
 
     def close(self) -> None:
         """Free the graphs; their pool goes with the last one."""
         self._graphs.clear()
+        self._fits.clear()
         self._missing.clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..kernels.launch import compile_together, noting
 from ..step import RowParams, SeqSlice, SlotOpening, StepInput
 from .runner import Runner
 
@@ -67,8 +68,24 @@ def graph_bytes(runner: Runner) -> int:
     return taken[0] + taken[-1] * runner.graphs.reset() if shapes else 0
 
 
+def compile_kernels(runner: Runner, threads: int) -> int:
+    """Compile what the steps below need, all at once; returns how many variants of kernels there were."""
+    with noting() as variants:
+        rehearse(runner)
+        _all_kinds(runner)
+    return compile_together(variants, threads)
+
+
 def warm_up(runner: Runner) -> None:
     """Load every kernel that a step may need, and record the graphs that a start waits for."""
+    _all_kinds(runner)
+    while (shape := runner.graphs.next(early=True)) is not None:
+        runner.record(shape)
+    runner.device.synchronize()
+
+
+def _all_kinds(runner: Runner) -> None:
+    """A step of every kind."""
     limits = runner.limits
     longest = min(limits.max_tokens, limits.max_model_len - 2)
     shapes = [[count] for count in (1, 2, 16, 17, 255, longest) if count <= longest]
@@ -79,9 +96,6 @@ def warm_up(runner: Runner) -> None:
     for params in KINDS:
         for counts in ([2], [2] * min(16, limits.max_seqs), [2] * min(3, limits.max_seqs)):
             _steps(runner, counts, params, decodes=1)
-    while (shape := runner.graphs.next(early=True)) is not None:
-        runner.record(shape)
-    runner.device.synchronize()
 
 
 def _steps(runner: Runner, counts: Sequence[int], params: RowParams, decodes: int = 0) -> None:

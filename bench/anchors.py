@@ -1,0 +1,267 @@
+"""The table of anchor rows on one GPU: latency, throughput and start-up of the engine in this process, no HTTP.
+
+    python bench/anchors.py --models FOLDER                all rows whose model's config.json lies in FOLDER/<model>/
+    python bench/anchors.py --models FOLDER --rows W1a,W2b --runs 1 --profile
+
+Weights are random numbers of the right shapes, prompts random ids (seed 0), end tokens ignored, greedy unless a row
+says otherwise, prefix caching off. Each row is run once to warm up, then `--runs` times; the median counts. A row of
+milliseconds is the decode pace of the sequence that started last, when all run together: (its last token's time - its
+first token's) / (its tokens - 1). A row of tokens a second is everything from the first submission to the last token.
+
+Floors are bytes over 4.3 TB/s or operations over 790 TFLOP/s; peer figures are of vLLM 0.25.1 on the same kind of
+machine (H200) in the same work. Written as {"rows": {"W1a": {"value", "unit", "floor_pct", "peer_ratio", "runs"}}}.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from attrs import frozen
+
+BEGAN = time.perf_counter()
+
+
+@frozen(kw_only=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        batch: prompts given at once.   prompt, out: tokens of each; a pair is a uniform range.
+        running: most sequences at a time.   chunk: most tokens of a step.
+        unit: "ms/token", "tok/s" (of the output) or "prompt tok/s".
+        floor, peer, must: in this unit.   ttft: most milliseconds to the first token, if there is such a limit.
+    """
+
+    model: str
+    batch: int
+    prompt: int | tuple[int, int]
+    out: int | tuple[int, int]
+    unit: str
+    floor: float
+    peer: float
+    must: float
+    ttft: float | None = None
+    running: int = 256
+    temperature: float = 0.0
+
+
+def _8b(**values):
+    return Row(model="llama-3.1-8b", **values)
+
+
+def _small(**values):
+    return Row(model="qwen3-0.6b", **values)
+
+
+ROWS = {
+    "W2b": _small(batch=1, prompt=128, out=256, unit="ms/token", floor=0.29, peer=2.30, must=0.85, ttft=8.0),
+    "W2": _small(
+        batch=256,
+        prompt=(100, 1024),
+        out=(100, 1024),
+        unit="tok/s",
+        floor=35800,
+        peer=22674,
+        must=24000,
+        temperature=0.6,
+    ),
+    "W1a": _8b(batch=1, prompt=128, out=256, unit="ms/token", floor=3.5, peer=4.95, must=4.4, ttft=14.0),
+    "W1b": _8b(batch=32, prompt=512, out=256, unit="ms/token", floor=4.0, peer=5.92, must=5.6),
+    "W1c": _8b(batch=512, prompt=512, out=256, unit="tok/s", floor=17000, peer=9787, must=10300),
+    "W1d": _8b(batch=32, prompt=4096, out=1, unit="prompt tok/s", floor=52500, peer=40780, must=36000),
+    "W1e": _8b(batch=8, prompt=32000, out=64, unit="ms/token", floor=11.3, peer=13.5, must=13.2),
+}
+
+
+def work(row: Row) -> list[tuple[list[int], int]]:
+    """Prompt and number of output tokens of each request."""
+    draw = random.Random(0)
+
+    def size(wanted):
+        return draw.randint(*wanted) if isinstance(wanted, tuple) else wanted
+
+    return [([draw.randrange(10000) for _ in range(size(row.prompt))], size(row.out)) for _ in range(row.batch)]
+
+
+async def once(engine, row: Row) -> dict:
+    """Run the row's requests together; times of every token."""
+    from tinyserve import SamplingParams
+
+    async def one(prompt, count):
+        sampling = SamplingParams(temperature=row.temperature, seed=1, max_tokens=count, ignore_eos=True)
+        times = []
+        async for output in engine.generate(prompt, sampling):
+            times += [time.perf_counter()] * len(output.token_ids)
+        return times
+
+    jobs = work(row)
+    began = time.perf_counter()
+    all_times = await asyncio.gather(*(one(*job) for job in jobs))
+    seconds = time.perf_counter() - began
+    last = max(all_times, key=lambda times: times[0])
+    tokens, prompts = sum(map(len, all_times)), sum(len(prompt) for prompt, _ in jobs)
+    pace = (last[-1] - last[0]) / max(len(last) - 1, 1) * 1000
+    firsts = sorted(times[0] - began for times in all_times)
+    found = {"ms/token": pace, "tok/s": tokens / seconds, "prompt tok/s": prompts / seconds}
+    return {
+        "value": found[row.unit],
+        "ttft_ms": firsts[len(firsts) // 2] * 1000,
+        "seconds": seconds,
+        "prefill_tok_s": prompts / (last[0] - began),
+    }
+
+
+class Clock:
+    """Wraps the runner's launch and the scheduler's two halves: microseconds of host time of each decode step."""
+
+    NAMES = (("runner", "launch"), ("scheduler", "plan"), ("scheduler", "commit"))
+
+    def __init__(self, machine) -> None:
+        self.spent = {name: [] for _, name in self.NAMES}
+        for owner, name in self.NAMES:
+            owner = getattr(machine, owner)
+            setattr(owner, name, self._timed(getattr(owner, name), self.spent[name]))
+
+    @staticmethod
+    def _timed(method, spent):
+        def call(*args):
+            began = time.perf_counter()
+            result = method(*args)
+            spent.append((time.perf_counter() - began) * 1e6)
+            return result
+
+        return call
+
+    def take(self) -> dict[str, float]:
+        """Medians since the last call."""
+        found = {f"{name}_us": round(statistics.median(times), 1) for name, times in self.spent.items() if times}
+        for times in self.spent.values():
+            times.clear()
+        return found
+
+
+async def profile(engine, row: Row) -> dict:
+    """Where the device's time goes while the row decodes: kernels a step, idle time, the longest kernels."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA]) as trace:
+        await once(engine, row)
+    spans = sorted(
+        (e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type.name == "CUDA"
+    )
+    spans = spans[len(spans) // 2 :]  # the second half is decoding alone
+    busy, idle, gaps, end = {}, 0.0, [], spans[0][0]
+    for start, stop, name in spans:
+        gap = max(start - end, 0.0)
+        idle += gap
+        gaps.append(gap)
+        end = max(end, stop)
+        busy.setdefault(name[:60], []).append(stop - start)
+    steps = len(next((v for k, v in busy.items() if "step_inputs" in k), [0]))
+    total = spans[-1][1] - spans[0][0]
+    top = sorted(busy.items(), key=lambda item: -sum(item[1]))[:14]
+    for name, times in top:
+        print(
+            f"    {sum(times) / steps:8.1f} us a step: {len(times) / steps:6.1f} of "
+            f"{statistics.median(times):6.2f} us  {name}"
+        )
+    return {
+        "nodes_per_step": round(len(spans) / steps, 1),
+        "idle_us_per_step": round(idle / steps, 1),
+        "step_us": round(total / steps, 1),
+        "largest_gaps_us": [round(gap, 1) for gap in sorted(gaps)[-steps // 2 :: -max(steps // 10, 1)]][:3],
+    }
+
+
+def config(folder: Path, model: str, rows: list[Row]):
+    """An engine for these rows: one load of the model serves all of them."""
+    from tinyserve.config import CacheOptions, EngineConfig, LoadOptions, ModelOptions, SchedulerOptions
+
+    longest = max(
+        (row.prompt[1] if isinstance(row.prompt, tuple) else row.prompt)
+        + (row.out[1] if isinstance(row.out, tuple) else row.out)
+        for row in rows
+    )
+    return EngineConfig(
+        model=ModelOptions(model=str(folder / model), max_model_len=longest + 8, device="cuda"),
+        load=LoadOptions(load_format="dummy", use_tqdm_on_load=False),
+        cache=CacheOptions(enable_prefix_caching=False),
+        scheduler=SchedulerOptions(max_num_seqs=max(row.running for row in rows)),
+    )
+
+
+async def run_model(folder: Path, model: str, rows: dict[str, Row], options) -> dict:
+    """Start the engine, run the rows, close it."""
+    from tinyserve.engine.engine import Engine
+
+    began = time.perf_counter()
+    engine = await Engine.start(config(folder, model, list(rows.values())))
+    ready = time.perf_counter() - began
+    print(f"{model}: ready after {ready:.2f} s\n  {engine.machine.report}", flush=True)
+    clock, found = Clock(engine.machine), {}
+    try:
+        async for _ in engine.generate([1] * 128, None):
+            break
+        first = time.perf_counter() - began
+        await asyncio.sleep(options.idle)
+        for name, row in rows.items():
+            await once(engine, row)
+            clock.take()
+            runs = [await once(engine, row) for _ in range(options.runs)]
+            result = summary(row, runs) | clock.take()
+            if options.profile:
+                result |= await profile(engine, row)
+            found[name] = result
+            print(f"{name}: {json.dumps(result)}", flush=True)
+    finally:
+        await engine.close()
+    return {"rows": found, "ready_s": round(ready, 2), "first_token_s": round(first, 2)}
+
+
+def summary(row: Row, runs: list[dict]) -> dict:
+    """The median run against floor, peer and goal."""
+    value = statistics.median(run["value"] for run in runs)
+    low = row.unit == "ms/token"
+    return {
+        "value": round(value, 4 if low else 0),
+        "unit": row.unit,
+        "floor_pct": round(100 * (row.floor / value if low else value / row.floor), 1),
+        "peer_ratio": round(row.peer / value if low else value / row.peer, 3),
+        "meets_must": value <= row.must if low else value >= row.must,
+        "ttft_ms": round(statistics.median(run["ttft_ms"] for run in runs), 2),
+        "prefill_tok_s": round(statistics.median(run["prefill_tok_s"] for run in runs)),
+        "runs": [round(run["value"], 4 if low else 0) for run in runs],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, required=True, help="folder with one folder per model")
+    parser.add_argument("--rows", default=",".join(ROWS), help="rows to run")
+    parser.add_argument("--runs", type=int, default=3, help="timed runs of each row")
+    parser.add_argument("--idle", type=float, default=4.0, help="seconds after the start, in which graphs are recorded")
+    parser.add_argument("--profile", action="store_true", help="also count kernels and idle time of the device")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="  %(message)s")
+    wanted = {name: ROWS[name] for name in options.rows.split(",")}
+    results: dict = {"rows": {}, "start": {}}
+    for model in dict.fromkeys(row.model for row in wanted.values()):
+        rows = {name: row for name, row in wanted.items() if row.model == model}
+        found = asyncio.run(run_model(options.models, model, rows, options))
+        results["rows"] |= found.pop("rows")
+        results["start"][model] = found
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
