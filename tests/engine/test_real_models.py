@@ -26,6 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 SCHEDULES = {
     "together": {},
     "depth 2": {"depth": 2},
+    "no prefix cache": {"enable_prefix_caching": False},
     "chunks of 8": {"max_num_batched_tokens": 8, "max_num_seqs": 8},
     "chunks of 8, depth 2, no prefix cache": {
         "max_num_batched_tokens": 8,
@@ -102,11 +103,12 @@ def test_same_ids_alone_and_again_from_the_prefix_cache(model):
     assert stats.prefix_hits > 0
 
 
-def test_same_ids_when_the_pool_is_too_small(model):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_same_ids_when_the_pool_is_too_small(model, depth):
     """Blocks for about two sequences out of all: the rest wait or are preempted and computed again."""
     config, parts, prompts, expected = model
     groups = 1 if len(prompts) == 7 else 6
-    tight = engine_config(config, num_blocks=groups * 15 + 1, max_num_seqs=8, depth=2)
+    tight = engine_config(config, num_blocks=groups * 15 + 1, max_num_seqs=8, depth=depth)
 
     found, stats = run(tight, parts, lambda engine: all_at_once(engine, prompts))
 
