@@ -65,6 +65,13 @@ class FakeFlight:
         return self.output
 
 
+def first_visible(group: KVGroup, position: int) -> int:
+    """The first position that a query at `position` sees, in the words of the kinds of groups."""
+    if group.window is not None:
+        return max(0, position - group.window + 1)
+    return position - position % group.chunk if group.chunk is not None else 0
+
+
 @define(eq=False)
 class FakeRunner:
     """A device without a model; every step is checked before it is "computed".
@@ -161,16 +168,16 @@ class FakeRunner:
 
     def _check_nulls(self, edit: TableEdit, landed: int) -> None:
         """Only what a window has passed, counted from landed positions, may be taken from a table."""
-        window = self.groups[edit.group].window
+        group = self.groups[edit.group]
         for index, block in enumerate(edit.blocks, edit.start):
             if block == 0:
-                assert window is not None, f"{edit} takes a block from a full group"
+                assert group.window or group.chunk, f"{edit} takes a block from a full group"
                 last = (index + 1) * self.block_size - 1
-                assert last <= landed - window, f"{edit}: position {last} is still seen from {landed}"
+                assert last < first_visible(group, landed), f"{edit}: position {last} is still seen from {landed}"
 
     def _live(self, row: FakeRow, group: KVGroup) -> list[int]:
         """Blocks that this row may still read or write."""
-        first = 0 if group.window is None else max(0, row.next - group.window + 1) // self.block_size
+        first = first_visible(group, row.next) // self.block_size
         return [block for block in row.tables[group.index][first:] if block]
 
     def _write(self, piece: SeqSlice) -> None:
@@ -202,8 +209,7 @@ class FakeRunner:
         tokens = [*row.tokens[: piece.end - len(piece.drafts)], *piece.drafts]
         values = prefix_values(tokens)
         for group in self.groups:
-            first = 0 if group.window is None else max(0, piece.start - group.window + 1)
-            for position in range(first, piece.end):
+            for position in range(first_visible(group, piece.start), piece.end):
                 found = self._at(row, group, position)
                 assert found and found[:2] == (group.index, values[position]), f"{piece} reads {found} at {position}"
                 written = self.steps[found[2] - 1].step_id

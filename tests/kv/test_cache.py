@@ -1,7 +1,10 @@
 """cache.py: all or nothing, hits in whole blocks, windows that give back what they passed."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.fakes import first_visible
 from tests.scheduling.harness import kv_groups, request
 from tinyserve.kv.cache import NEVER, KVCache
 
@@ -307,6 +310,58 @@ def test_a_group_that_agreed_is_asked_again_when_a_later_one_shortens():
         cache._pool._forget(cache._pool._index[group][names[lost]][0])
 
     assert cached(cache, tokens(17)) == 4
+
+
+@pytest.mark.parametrize(("computed", "left"), [(7, 0), (8, 2), (15, 2), (16, 4)])
+def test_a_chunk_gives_back_its_blocks_when_the_next_one_begins(computed, left):
+    """C = 8, B = 4: position 7 sees 0..7, position 8 only itself: blocks 0 and 1 are free from 8 on."""
+    cache = make(windows=(None, -8))
+    kv, _ = admit(cache, tokens(20))
+
+    cache.extend(kv, tokens(20), computed, 20)
+
+    assert kv.tables[1].count(0) == left and cache.num_free == 20 - 2 * 5 + left
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("lost", "hit"), [((), 20), ((0, 1), 20), ((4,), 16), ((2, 4), 16), ((3, 4), 16), ((2, 3), 20)])
+def test_a_chunk_hit_needs_only_the_blocks_of_the_chunk_that_goes_on(lost, hit):
+    """C = 8, B = 4: five blocks, the chunk of position 20 begins at 16, that of 12 at 8; none is needed at 16 or 8.
+
+    The full group has them all. With chunks only, nothing before a chunk counts, and a hit needs no block at all.
+    """
+    cache = make(windows=(None, -8))
+    run_through(cache, tokens(21))
+    names = cache.sequence(request(prompt=tokens(21))).chain.grow(tokens(21), 5)
+    for index in lost:
+        cache._pool._forget(cache._pool._index[1][names[index]][0])
+
+    assert cached(cache, tokens(21)) == hit
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    windows=st.lists(st.sampled_from([None, 1, 3, 5, 9, 14, -3, -4, -8, -12]), min_size=1, max_size=4),
+    lost=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 9))),
+)
+def test_a_hit_is_the_longest_that_every_group_can_go_on_from(windows, lost):
+    """Breaks with the groups and blocks for which the fixed point is not what trying every length gives."""
+    cache = make(windows=tuple(windows), blocks=200)
+    run_through(cache, tokens(41))
+    names = cache.sequence(request(prompt=tokens(41))).chain.grow(tokens(41), 10)
+    for group, block in lost:
+        for found in list(cache._pool._index[group].get(names[block], ())) if group < len(windows) else ():
+            cache._pool._forget(found)
+
+    def goes_on(hit):
+        seen = [(cache._pool._index[g.index], first_visible(g, hit * B) // B) for g in cache.groups]
+        return all(names[block] in index for index, first in seen for block in range(first, hit))
+
+    kv, admission = admit(cache, tokens(41))
+
+    assert admission.cached == B * max(hit for hit in range(11) if goes_on(hit))
+    cache.release(kv, tokens(41), 0)
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 5), (5,)])

@@ -3,7 +3,7 @@
 import pytest
 
 from tinyserve.errors import UnsupportedModel
-from tinyserve.kv.groups import LayerKV, bytes_per_block, group_layers, tensor_widths
+from tinyserve.kv.groups import KVGroup, LayerKV, bytes_per_block, group_layers, tensor_widths
 
 
 def test_equal_layers_are_one_group():
@@ -41,7 +41,7 @@ def test_a_block_is_as_wide_as_the_widest_layer_of_each_tensor():
     layers = [LayerKV(1, 64, 8), LayerKV(4, 64)]
     groups = group_layers(layers)
 
-    assert tensor_widths(groups, layers) == (256,)
+    assert tensor_widths(groups, layers) == ((256, 256),)
     assert bytes_per_block(groups, layers, 16, 4) == 2 * 16 * 256 * 4
 
 
@@ -49,7 +49,35 @@ def test_no_layers_no_groups():
     assert group_layers([]) == ()
 
 
-@pytest.mark.parametrize("layer", [LayerKV(1, 64, 0), LayerKV(0, 64)])
+@pytest.mark.parametrize("layer", [LayerKV(1, 64, 0), LayerKV(0, 64), LayerKV(1, 64, chunk=0), LayerKV(1, 64, 4, 4)])
 def test_layers_that_keep_nothing_are_refused(layer):
     with pytest.raises(UnsupportedModel, match="Layer 0"):
         group_layers([layer])
+
+
+def test_llama4_gives_one_full_group_and_three_chunked_ones():
+    """48 layers, every fourth sees everything: 12 and 3 x 12."""
+    layers = [LayerKV(8, 128, chunk=None if i % 4 == 3 else 8192) for i in range(48)]
+
+    groups = group_layers(layers)
+
+    assert [(group.chunk, len(group.layers)) for group in groups] == [(None, 12)] + [(8192, 12)] * 3
+    assert groups[0].reach is None and groups[1].reach == 8192
+
+
+def test_a_latent_layer_has_no_values():
+    """DeepSeek-V3: 576 numbers a position and layer instead of 2 x 128 x 128."""
+    layers = [LayerKV(1, 576, latent=True)] * 61
+    groups = group_layers(layers)
+
+    assert tensor_widths(groups, layers) == ((576, 0),) * 61
+    assert bytes_per_block(groups, layers, 64, 2) == 61 * 576 * 64 * 2
+
+
+@pytest.mark.parametrize("group", [KVGroup(0, 5, (0,)), KVGroup(0, None, (0,), 6)])
+def test_what_is_outgrown_is_what_nobody_sees(group):
+    """outgrown(end) is the first position whose query sees nothing before `end`."""
+    for end in range(1, 40):
+        seen = [group.first_seen(position) for position in range(60)]
+
+        assert group.outgrown(end) == next(position for position, first in enumerate(seen) if first >= end)

@@ -41,7 +41,9 @@ class Answer:
 
 
 def kv_groups(windows=(None,)):
-    return tuple(KVGroup(index, window, (index,)) for index, window in enumerate(windows))
+    """A group of one layer for each window; None: full. A number below 0 means chunks of that size."""
+    limits = [(window, None) if window is None or window > 0 else (None, -window) for window in windows]
+    return tuple(KVGroup(index, window, (index,), chunk) for index, (window, chunk) in enumerate(limits))
 
 
 def request(name="a", prompt=5, max_tokens=4, *, salt=None, priority=0, arrival=0.0, eos=(), **sampling):

@@ -18,7 +18,7 @@ from tinyserve.request import FinishReason
 from .harness import EOS, Lab, request
 
 PREFIXES = [tuple(range(100 + 20 * i, 120 + 20 * i)) for i in range(3)]
-WINDOWS = [(None,), (None, 5), (7,), (None, 4, 9), (None, None), (1,)]
+WINDOWS = [(None,), (None, 5), (7,), (None, 4, 9), (None, None), (1,), (-5,), (None, -8), (6, -3)]
 
 
 COUNTS = Counter()

@@ -120,8 +120,8 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
         fit=length is None or length == -1,
     )
     yield "device", f"{device.kind}: {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free"
-    full = sum(group.window is None for group in groups)
-    yield "KV groups", f"{full} full, {len(groups) - full} with a window; blocks of {options.block_size} tokens"
+    full = sum(group.reach is None for group in groups)
+    yield "KV groups", f"{full} full, {len(groups) - full} with a window or chunk; blocks of {options.block_size} tokens"
     yield "KV block", f"{format_bytes(block_bytes)}; a token costs {format_bytes(_token_bytes(facts, dtype))}"
     if request.cache_bytes is not None:
         available = request.cache_bytes
@@ -142,4 +142,4 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
 
 def _token_bytes(facts: Facts, dtype: Any) -> int:
     """Bytes of keys and values that one token adds while every layer still sees it."""
-    return sum(2 * layer.width for layer in facts.layers) * dtype.itemsize
+    return sum(layer.width + layer.value_width for layer in facts.layers) * dtype.itemsize

@@ -5,6 +5,7 @@ can disagree.
 
     table of a full group      [ 7 ][ 3 ][ 9 ][ 2 ]      one block per B positions
     table of a window group    [ 0 ][ 0 ][ 5 ][ 8 ]      blocks left of the window are given back; null stands there
+                                                         (and of a chunked group: blocks of earlier chunks)
                                |         |  named|
                                0       left    covered = 4 * B
 
@@ -111,7 +112,7 @@ class KVCache:
         self.block_size = block_size
         self._names_blocks = enable_prefix_caching
         self._pool = BlockPool(num_blocks, len(groups), tier)
-        self._windows = [(g.index, g.window) for g in self.groups if g.window is not None]
+        self._forgetful = [group for group in self.groups if group.reach is not None]
         self._holders: set[SequenceKV] = set()
         self._promised: Counter[bytes] = Counter()  # names of prompt blocks that holders will compute
 
@@ -259,10 +260,10 @@ class KVCache:
         self._pool.check_integrity(uses)
 
     def _most_held(self, group: KVGroup, step: int) -> int:
-        """Blocks that a group's table can hold at once: the window, and the `step` tokens being computed."""
-        if group.window is None:
+        """Blocks that a group's table can hold at once: what a query sees, and the `step` tokens being computed."""
+        if group.reach is None:
             return NEVER
-        return -(-(group.window - 1 + step) // self.block_size) + 1
+        return -(-(group.reach - 1 + step) // self.block_size) + 1
 
     def _hit(self, names: Sequence[bytes]) -> int:
         """Blocks of the longest cached prefix on which all groups agree: each shortens it until none does."""
@@ -275,25 +276,29 @@ class KVCache:
                 break
         return hit
 
-    def _window_blocks(self, window: int) -> int:
-        """Blocks before a block boundary that the next position can see into."""
-        return -(-(window - 1) // self.block_size)
+    def _first_block(self, group: KVGroup, hit: int) -> int:
+        """The first block that the position after `hit` blocks sees into."""
+        return group.first_seen(hit * self.block_size) // self.block_size
 
     def _longest_hit(self, group: KVGroup, names: Sequence[bytes], limit: int) -> int:
-        """The largest prefix of at most `limit` blocks whose visible part is cached for this group."""
+        """The largest prefix of at most `limit` blocks whose visible part is cached for this group.
+
+        From the right: a hit of `limit` blocks needs those from _first_block on. The last that is missing ends a
+        shorter candidate, which sees into earlier blocks; none is looked up twice.
+        """
         find = self._pool.find
-        if group.window is None:
+        if group.reach is None:
             return next((i for i in range(limit) if find(group.index, names[i]) is None), limit)
-        run, enough = 0, self._window_blocks(group.window)
-        for index in range(limit - 1, -1, -1):
-            if run == enough:
-                return index + 1 + run
-            run = run + 1 if find(group.index, names[index]) is not None else 0
-        return run
+        hit = at = limit
+        while at > self._first_block(group, hit):
+            at -= 1
+            if find(group.index, names[at]) is None:
+                hit = at
+        return hit
 
     def _found(self, group: KVGroup, names: Sequence[bytes], hit: int) -> list[int]:
-        """The table of a hit: found blocks, null where the window of the next position does not reach."""
-        first = 0 if group.window is None else max(0, hit - self._window_blocks(group.window))
+        """The table of a hit: found blocks, null where the next position does not see."""
+        first = self._first_block(group, hit)
         return [0] * first + [self._pool.find(group.index, name) for name in names[first:hit]]
 
     def _hold(self, kv: SequenceKV, tables: list[list[int]], hit: int, blocks: int) -> None:
@@ -318,9 +323,10 @@ class KVCache:
     def _settle(self, kv: SequenceKV, tokens: Sequence[int], computed: int) -> None:
         """Name complete blocks; then give back those that no position from `computed` on can see."""
         self._name(kv, tokens, computed)
-        for index, window in self._windows:
+        for group in self._forgetful:
+            index = group.index
             table, left = kv.tables[index], kv.left[index]
-            first = max(0, computed - window + 1) // self.block_size
+            first = group.first_seen(computed) // self.block_size
             if first > left:
                 self._pool.free(reversed(table[left:first]))
                 table[left:first] = nulls = [0] * (first - left)
@@ -350,5 +356,5 @@ class KVCache:
     def _plan_settling(self, kv: SequenceKV) -> None:
         size = self.block_size
         kv.due = (kv.named + 1) * size if self._names_blocks and kv.trusted else NEVER
-        for index, window in self._windows:
-            kv.due = min(kv.due, (kv.left[index] + 1) * size + window - 1)
+        for group in self._forgetful:
+            kv.due = min(kv.due, group.outgrown((kv.left[group.index] + 1) * size))

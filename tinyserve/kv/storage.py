@@ -6,6 +6,8 @@ That is the shape. In memory, the heads of a block follow each other on a device
 and values follow each other, [B, block size, 2, kv heads, D] seen as two such tensors: a step is spent on copying whole
 blocks there, and one copy brings both. (Where layers of different shape share a pair, it is as on other devices.)
 
+A latent layer has a K only: its V is an empty tensor.
+
 Layer j of every group lives in pair j. A block id handed to a group stands for that block in the pairs of the group's
 layers, so the memory of a block is the same whichever group holds it.
 
@@ -44,15 +46,12 @@ def allocate(
         different shape share it, one wide head [B, 1, block size, width].
     """
     pairs = []
-    for j, width in enumerate(tensor_widths(groups, layers)):
-        kinds = {
-            (layers[group.layers[j]].kv_heads, layers[group.layers[j]].head_dim)
-            for group in groups
-            if j < len(group.layers)
-        }
-        heads, dim = next(iter(kinds)) if len(kinds) == 1 else (1, width)
-        if len(kinds) > 1 or use_kernel(torch.empty(0, device=device)):
-            k, v = (_zeros((num_blocks, heads, block_size, dim), dtype, device) for _ in range(2))
+    for j, widths in enumerate(tensor_widths(groups, layers)):
+        sharing = [layers[group.layers[j]] for group in groups if j < len(group.layers)]
+        kinds = {(layer.kv_heads, layer.head_dim) for layer in sharing}
+        heads, dim = next(iter(kinds)) if len(kinds) == 1 else (1, widths[0])
+        if len(kinds) > 1 or widths[0] != widths[1] or use_kernel(torch.empty(0, device=device)):
+            k, v = (_zeros((num_blocks, heads, block_size, dim if width else 0), dtype, device) for width in widths)
         else:
             both = _zeros((num_blocks, block_size, 2, heads, dim), dtype, device)
             k, v = (one.transpose(1, 2) for one in both.unbind(2))
@@ -70,7 +69,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def layer_view(tensor: Tensor, layer: LayerKV) -> Tensor:
-    """Return a storage tensor as one layer sees it: [B, kv heads, block size, D], the front of each block if narrow."""
+    """Return a storage tensor as one layer sees it: [B, kv heads, block size, D], the front of each block if narrow.
+
+    The V of a latent layer is empty.
+    """
+    if not tensor.numel():
+        return tensor
     if tensor.shape[1:] == (layer.kv_heads, tensor.shape[2], layer.head_dim):
         return tensor
     block_size = tensor.shape[2]

@@ -90,8 +90,8 @@ def blocks_per_sequence(request: CacheRequest, length: int) -> int:
     """Most blocks that one sequence of `length` tokens holds at any moment, over all groups."""
     total = 0
     for group in request.groups:
-        kept = length if group.window is None else min(length, group.window + request.max_step_tokens)
-        extra = 0 if group.window is None or kept == length else 1  # a window may begin inside a block
+        kept = length if group.reach is None else min(length, group.reach + request.max_step_tokens)
+        extra = 0 if group.reach is None or kept == length else 1  # a window may begin inside a block
         total += -(-kept // request.block_size) + extra
     return total
 
