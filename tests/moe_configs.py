@@ -8,7 +8,7 @@ import transformers
 from tests.oracles import SIZES, rope
 
 SMALL = SIZES | {"moe_intermediate_size": 24}
-YARN = rope("yarn", original_max_position_embeddings=32)
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 
 
 def make(kind: str, *, sizes=SMALL, **changes) -> transformers.PretrainedConfig:
@@ -37,5 +37,24 @@ CONFIGS = {
     "olmoe": lambda: make("Olmoe", sizes=SIZES, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True),
     "olmoe-biases": lambda: make(
         "Olmoe", sizes=SIZES, num_experts=5, num_experts_per_tok=3, attention_bias=True, hidden_act="gelu"
+    ),
+    "deepseek-v3": lambda: make(
+        "DeepseekV3", **LATENT, q_lora_rank=28, n_routed_experts=12, n_group=4, topk_group=2, n_shared_experts=2,
+        num_experts_per_tok=3, first_k_dense_replace=1, routed_scaling_factor=2.5,
+        **rope("yarn", original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7),
+    ),
+    "deepseek-v3-plain": lambda: make(
+        "DeepseekV3", **LATENT, q_lora_rank=20, n_routed_experts=6, n_group=1, topk_group=1, n_shared_experts=1,
+        num_experts_per_tok=2, first_k_dense_replace=0, norm_topk_prob=False, attention_bias=True,
+        rope_interleave=False,
+    ),
+    "deepseek-v2": lambda: make(
+        "DeepseekV2", **LATENT, q_lora_rank=None, n_routed_experts=6, n_shared_experts=2, num_experts_per_tok=2,
+        first_k_dense_replace=1,
+    ),
+    "deepseek-v2-groups": lambda: make(
+        "DeepseekV2", **LATENT, q_lora_rank=24, n_routed_experts=12, n_group=4, topk_group=2, n_shared_experts=1,
+        num_experts_per_tok=3, topk_method="group_limited_greedy", routed_scaling_factor=4.0,
+        **rope("yarn", original_max_position_embeddings=32, mscale=0.8, mscale_all_dim=0.8),
     ),
 }  # fmt: skip

@@ -204,6 +204,9 @@ def save_config(config: transformers.PretrainedConfig, folder: Path, *, seed: in
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
+        for tensor_name, tensor in model.state_dict(keep_vars=True).items():
+            if tensor_name.endswith("e_score_correction_bias"):  # zeros; it chooses experts
+                tensor += 0.3 * torch.randn_like(tensor)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

@@ -324,7 +324,9 @@ def test_a_chunk_gives_back_its_blocks_when_the_next_one_begins(computed, left):
     cache.check_integrity()
 
 
-@pytest.mark.parametrize(("lost", "hit"), [((), 20), ((0, 1), 20), ((4,), 16), ((2, 4), 16), ((3, 4), 16), ((2, 3), 20)])
+@pytest.mark.parametrize(
+    ("lost", "hit"), [((), 20), ((0, 1), 20), ((4,), 16), ((2, 4), 16), ((3, 4), 16), ((2, 3), 20)]
+)
 def test_a_chunk_hit_needs_only_the_blocks_of_the_chunk_that_goes_on(lost, hit):
     """C = 8, B = 4: five blocks, the chunk of position 20 begins at 16, that of 12 at 8; none is needed at 16 or 8.
 

@@ -30,3 +30,15 @@ def test_layers_of_unequal_shape_share_a_pair_by_block():
     assert (narrow.shape, wide.shape) == ((4, 1, 2, 8), (4, 3, 2, 4))
     assert [int(block.sum()) for block in k] == [0, 16, 48, 0]
     assert int((wide[1] == 1).sum()) == 16
+
+
+def test_a_latent_layer_has_keys_only():
+    """3 layers of 24 numbers a position: K [B, 1, P, 24] and an empty V, whose bytes the planner does not count."""
+    layers = [LayerKV(1, 24, latent=True)] * 3
+    groups = group_layers(layers)
+    pairs = allocate(groups, layers, 5, 4, torch.float32, CPU)
+
+    assert [(tuple(k.shape), v.numel()) for k, v in pairs] == [((5, 1, 4, 24), 0)] * 3
+    assert all(k.is_contiguous() for k, _ in pairs)
+    assert sum(k.nbytes for k, _ in pairs) == 5 * bytes_per_block(groups, layers, 4, 4)
+    assert layer_view(pairs[0][1], layers[0]).numel() == 0

@@ -60,7 +60,7 @@ def test_logits_equal_transformers(name, checkpoint, caplog):
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
 def test_triton_kernels_give_the_same_logits(name, checkpoint):
     """Every op by its interpreted Triton kernel: a prefill, then a decode beside the rest of a prompt, within 1e-4."""
     folder = checkpoint(name)

@@ -121,7 +121,10 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
     )
     yield "device", f"{device.kind}: {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free"
     full = sum(group.reach is None for group in groups)
-    yield "KV groups", f"{full} full, {len(groups) - full} with a window or chunk; blocks of {options.block_size} tokens"
+    yield (
+        "KV groups",
+        f"{full} full, {len(groups) - full} with a window or chunk; blocks of {options.block_size} tokens",
+    )
     yield "KV block", f"{format_bytes(block_bytes)}; a token costs {format_bytes(_token_bytes(facts, dtype))}"
     if request.cache_bytes is not None:
         available = request.cache_bytes

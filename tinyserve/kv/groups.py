@@ -2,9 +2,9 @@
 
 A full-attention layer keeps every position; a sliding-window layer only the last W; a chunked layer only those of the
 chunk of C positions that the newest one stands in. A latent layer keeps one short vector that is key and value at once
-(MLA). Layers that keep the same things form a *group*, and a group has its own block table per sequence. All groups draw block ids from ONE pool, so an id must
-cost the same bytes whichever group holds it. That is why groups have equally many layers: layer j of every group
-lives in storage tensor j.
+(MLA). Layers that keep the same things form a *group*, and a group has its own block table per sequence. All groups
+draw block ids from ONE pool, so an id must cost the same bytes whichever group holds it. That is why groups have
+equally many layers: layer j of every group lives in storage tensor j.
 
     gemma3-270m: 18 layers, of which 5, 11, 17 are full and the others see 512 positions
 

@@ -63,7 +63,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros of this shape. On the CPU the system's own zero pages, which take memory and time when first written:
     filling a cache of 6 GiB takes 20 s at start, most of it for blocks that a laptop never uses.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 

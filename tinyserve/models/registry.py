@@ -34,6 +34,8 @@ FAMILIES = {
     "BloomForCausalLM": "bloom",
     "Cohere2ForCausalLM": "cohere",
     "CohereForCausalLM": "cohere",
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "Ernie4_5ForCausalLM": "ernie",
     "Exaone4ForCausalLM": "exaone4",
     "FalconForCausalLM": "falcon",

@@ -1,0 +1,273 @@
+"""Latent attention (MLA) straight on the cached latents: `out = softmax(scale · (q_c Cᵀ + q_pe K_peᵀ)) C`.
+
+A key is W_k c and a value W_v c of one latent c that all heads share, so W_k moves to the query and W_v behind the sum
+("absorbed"): q · (W_k c) = (W_kᵀ q) · c. Then all Hq heads read the same C + P numbers of a position, as if there were
+one kv head, and the tile of latents that was the key is the value, too: it is loaded once. 2·Hq·(2 C + P) operations a
+position on (C + P)·2 bytes: with 128 heads, tensor cores and memory are busy alike.
+
+Each query token is one row of work with its own table and length, so a decode, a chunk of a prompt and a mixed batch
+are one case: the token at position p sees p + 1 keys. One program = (tile of heads, split of the keys, token). Splits,
+pages and the online softmax in base 2 are those of `attention_decode.py`.
+
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+
+Before: `latent_write.py` has stored the new latents.  After: the product with W_v, then the output projection.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import launch
+from .attention_decode import LOG2E, LOWEST, attend, count_splits, pages_of
+from .attention_merge import attention_merge
+from .launch import cdiv, choose, next_power_of_2, use_kernel
+
+
+def attention_latent_reference(
+    q_c: torch.Tensor,
+    q_pe: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    *,
+    scale: float,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification of `attention_latent`, with its arguments; also how the CPU serves."""
+    out = torch.empty_like(q_c) if out is None else out
+    width, page = q_c.shape[2], cache.shape[2]
+    q = torch.cat((q_c, q_pe), dim=-1)
+    lengths, owners = lens.tolist(), rows.tolist()
+    first = 0
+    while first < len(owners):  # neighbours of one sequence together
+        last = first + 1
+        while last < len(owners) and owners[last] == owners[first]:
+            last += 1
+        longest = max(lengths[first:last])
+        blocks = block_tables[owners[first], : cdiv(longest, page)].long()
+        keys = cache[blocks, 0].flatten(0, 1)[:longest].to(q.dtype)  # [N, C + P]
+        visible = torch.arange(longest, device=q.device) < lens[first:last, None]  # [M, N]
+        mixed = attend(q[first:last], keys, keys[:, :width], visible=visible[:, None], scale=scale) if longest else 0.0
+        out[first:last] = torch.where(lens[first:last, None, None] > 0, mixed, 0.0)
+        first = last
+    return out
+
+
+@triton.jit
+def load_latents(
+    cache_ptr,  # [B, PAGE, STRIDE], at the first of the columns wanted
+    pages,  # what pages_of(key) gave
+    key,  # first key, a multiple of TILE
+    end,  # keys from here on read as zero
+    block_stride,  # elements between blocks
+    STRIDE: tl.constexpr,  # numbers of a position
+    WIDTH: tl.constexpr,  # columns wanted
+    BLOCK: tl.constexpr,  # a power of two, at least WIDTH
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """[TILE, BLOCK] numbers of TILE positions."""
+    row = tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    if PAGE >= TILE:
+        place = cache_ptr + pages * block_stride + (key % PAGE + row)[:, None] * STRIDE + column[None, :]
+    else:
+        place = (cache_ptr + pages * block_stride + (row % PAGE) * STRIDE)[:, None] + column[None, :]
+    return tl.load(place, mask=(key + row < end)[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+# A slice that begins anywhere in a buffer must not make a new variant.
+@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "rows_ptr", "lens_ptr"])
+def _attention_latent_kernel(
+    q_c_ptr,  # [T, HQ, C]
+    q_pe_ptr,  # [T, HQ, P]
+    cache_ptr,  # [B, 1, PAGE, C + P] contiguous
+    tables_ptr,  # [S, ...] block ids, int32
+    rows_ptr,  # [T] int32: which table
+    lens_ptr,  # [T] int32
+    out_ptr,  # one split: [T, HQ, C]; more: partial [T, HQ, K, C] float32
+    lse_ptr,  # [T, HQ, K] float32; written with more than one split
+    q_c_stride,  # elements between tokens
+    q_c_head_stride,  # elements between heads
+    q_pe_stride,
+    q_pe_head_stride,
+    block_stride,  # elements between blocks
+    table_stride,  # elements between tables
+    out_stride,  # elements between tokens
+    out_head_stride,  # elements between heads
+    scale,  # with log2(e) in it
+    HQ: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    PAGE: tl.constexpr,  # a power of two
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,  # heads a program; a power of two, at least 16
+    BLOCK_C: tl.constexpr,  # a power of two, at least C
+    BLOCK_P: tl.constexpr,  # a power of two, at least P and 16
+    TILE: tl.constexpr,  # keys of one step; a power of two
+    STAGES: tl.constexpr,
+):
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    token = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_C)
+    turning = tl.arange(0, BLOCK_P)
+    real = (head < HQ)[:, None] & (column < C)[None, :]
+
+    length = tl.load(lens_ptr + token)
+    share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    if SPLIT:
+        part = (token * HQ + head) * splits + split
+        if begin >= end:
+            tl.store(lse_ptr + part, tl.full([ROWS], float("-inf"), tl.float32), mask=head < HQ)
+            return
+
+    q_c_place = q_c_ptr + token * q_c_stride + head[:, None] * q_c_head_stride + column[None, :]
+    q_c = tl.load(q_c_place, mask=real, other=0.0)
+    q_pe_place = q_pe_ptr + token * q_pe_stride + head[:, None] * q_pe_head_stride + turning[None, :]
+    q_pe = tl.load(q_pe_place, mask=(head < HQ)[:, None] & (turning < P)[None, :], other=0.0)
+    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+
+    tables_ptr += tl.load(rows_ptr + token).to(tl.int64) * table_stride
+    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
+    for key in tl.range(begin, end, TILE, num_stages=STAGES):
+        pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
+        c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE).to(q_c.dtype)
+        pe = load_latents(cache_ptr + C, pages, key, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE).to(q_c.dtype)
+        logits = tl.dot(q_c, tl.trans(c), input_precision="ieee")
+        logits = tl.dot(q_pe, tl.trans(pe), logits, input_precision="ieee") * scale
+        logits = tl.where((key + tl.arange(0, TILE) < end)[None, :], logits, float("-inf"))
+        higher = tl.maximum(peak, tl.max(logits, axis=1))
+        weight = tl.exp2(logits - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        acc = tl.dot(weight.to(c.dtype), c, acc * shrink[:, None], input_precision="ieee")
+        peak, total = higher, total * shrink + tl.sum(weight, axis=1)
+        pages = pages_ahead
+
+    averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SPLIT:
+        tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=head < HQ)
+        tl.store(out_ptr + part[:, None] * C + column[None, :], averaged, mask=real)
+    else:
+        place = out_ptr + token * out_stride + head[:, None] * out_head_stride + column[None, :]
+        tl.store(place, averaged.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def attention_latent(
+    q_c: torch.Tensor,
+    q_pe: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    *,
+    scale: float,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with each token over the latents of its sequence, its own among them.
+
+    Args:
+        q_c: [T, Hq, C], queries times W_k; tokens and heads may lie apart.
+        q_pe: [T, Hq, P], their rotated parts; likewise.
+        cache: [B, 1, page, C + P], contiguous; page a power of two.
+        block_tables: [S, at least ceil(length / page)] int32; what stands behind a sequence's last block is not read.
+        rows: [T] int32: the row of block_tables that is the token's.
+        lens: [T] int32: how many positions it sees; 0 gives zeros.
+        scale: of the scores.   max_seq_len: at least every length; fixes the number of splits.
+        out: [T, Hq, C], written if given; contiguous in its last dimension.
+
+    Returns:
+        [T, Hq, C]: the weighted mean of latents, to be multiplied by W_v. `out`, or new.
+
+    Raises:
+        ValueError: shapes or strides that do not fit.
+    """
+    if not use_kernel(q_c):
+        return attention_latent_reference(
+            q_c, q_pe, cache, block_tables, rows, lens, scale=scale, max_seq_len=max_seq_len, out=out
+        )
+    _check(q_c, q_pe, cache, block_tables, rows, lens, out)
+    out = torch.empty(q_c.shape, dtype=q_c.dtype, device=q_c.device) if out is None else out
+    if not out.numel():
+        return out
+    tokens, heads, width = q_c.shape
+    options = _options(q_c, q_pe.shape[2], max_seq_len)
+    tiles = cdiv(heads, options["ROWS"])
+    splits = count_splits(tokens * tiles, max_seq_len, options["TILE"])
+    target, lse = out, out
+    if splits > 1:
+        target = torch.empty((tokens, heads, splits, width), dtype=torch.float32, device=out.device)
+        lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=out.device)
+    _attention_latent_kernel[(tiles, splits, tokens)](
+        q_c,
+        q_pe,
+        cache,
+        block_tables,
+        rows,
+        lens,
+        target,
+        lse,
+        *q_c.stride()[:2],
+        *q_pe.stride()[:2],
+        cache.stride(0),
+        block_tables.stride(0),
+        *out.stride()[:2],
+        scale * LOG2E.value,
+        HQ=heads,
+        C=width,
+        P=q_pe.shape[2],
+        PAGE=cache.shape[2],
+        SPLIT=splits > 1,
+        **options,
+    )
+    return attention_merge(target, lse, out=out) if splits > 1 else out
+
+
+def _check(q_c, q_pe, cache, block_tables, rows, lens, out) -> None:
+    tokens, heads, width = q_c.shape
+    page, size = cache.shape[2:]
+    if q_pe.shape[:2] != (tokens, heads) or size != width + q_pe.shape[2] or cache.shape[1] != 1:
+        raise ValueError(
+            f"attention_latent: q_c {list(q_c.shape)} and q_pe {list(q_pe.shape)} do not fit a cache of "
+            f"{list(cache.shape)}"
+        )
+    if page & (page - 1) or not cache.is_contiguous():
+        raise ValueError(f"attention_latent: a contiguous cache in blocks of a power of two, not {list(cache.shape)}")
+    if q_c.stride(2) != 1 or q_pe.stride(2) != 1 or (out is not None and out.stride(2) != 1):
+        raise ValueError("attention_latent: queries and out must be contiguous in the last dimension")
+    if rows.shape != (tokens,) or lens.shape != (tokens,) or block_tables.stride(1) != 1:
+        raise ValueError(f"attention_latent: {tokens} tokens need a row and a length each, and tables with dense rows")
+
+
+def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]:
+    """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory."""
+    tokens, heads, width = q_c.shape
+    device = launch.facts(q_c.device)
+    # 64 heads fill the tensor cores of Hopper, whose products read all stages from shared memory; elsewhere 16 heads.
+    wide = heads >= 64 and q_c.element_size() == 2 and device.backend == "cuda" and device.shared > 200 * 1024
+    rows = 64 if wide else 16
+    block_c, block_p = max(16, next_power_of_2(width)), max(16, next_power_of_2(rotary))
+    room = (device.shared - 4096) // ((block_c + block_p) * q_c.element_size())
+    tile, stages = next(
+        (tile, stages)
+        for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
+        if rows + (stages if wide else max(stages - 1, 1)) * tile <= room or (tile, stages) == (16, 1)
+    )
+    default = {
+        "ROWS": rows,
+        "BLOCK_C": block_c,
+        "BLOCK_P": block_p,
+        "TILE": tile,
+        "STAGES": stages,
+        "num_warps": 8 if wide else 4,
+    }
+    return choose("attention_latent", q_c, default, heads=heads, width=width, tokens=tokens, max_seq_len=max_seq_len)
