@@ -41,9 +41,7 @@ def expected(arguments, latents, scale):
 
 @pytest.mark.parametrize("implementation", ["attention_latent", "attention_latent_reference"])
 @pytest.mark.parametrize("lengths, heads, width, rotary, page", CASES)
-def test_latent_attention_is_a_softmax_over_latents(
-    device, dtype, implementation, lengths, heads, width, rotary, page
-):
+def test_latent_attention_is_a_softmax_over_latents(device, dtype, implementation, lengths, heads, width, rotary, page):
     arguments, latents = inputs(dtype, device, lengths, heads, width, rotary, page)
     call = getattr(module, implementation)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.harness import assert_close, gapped, nan_like, randn
+from tests.kernels.harness import assert_close, gapped, randn
 from tinyserve.kernels import latent_write as module
 from tinyserve.layers.rope import RopeSpec, table
 

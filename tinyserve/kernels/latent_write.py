@@ -1,4 +1,4 @@
-"""Between the products of latent attention (MLA) and attention itself: norm of the latent, rotation, write to the cache.
+"""Between the products of latent attention (MLA) and the attention: norm of the latent, rotation, write to the cache.
 
     c       <- rms_norm(kv[:C]) * weight            the latent, from which every head's key and value can be made
     k_pe    <- rotate(kv[C:])                       the part of the key that carries the position, one for all heads
@@ -161,7 +161,9 @@ def latent_write(
             f"contiguous cache of {list(cache.shape)} do not fit each other"
         )
     if q.stride(2) != 1 or kv.stride(1) != 1 or positions.shape != (tokens,) or slots_to_write.shape != (tokens,):
-        raise ValueError("latent_write: q and kv must be contiguous in the last dimension, with a position and a slot each")
+        raise ValueError(
+            "latent_write: q and kv must be contiguous in the last dimension, with a position and a slot each"
+        )
     q_pe = torch.empty((tokens, heads, rotary), dtype=q.dtype, device=q.device)
     latent = torch.empty((tokens, total), dtype=kv.dtype, device=kv.device)
     if not tokens:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): the cache keeps one short vector a token, from which each head makes its own K and V.
+"""Multi-head latent attention (MLA): the cache keeps one short vector a token, from which heads make their K and V.
 
     h -> [ q latent ] -> norm -> q of each head      (or h -> q directly, in small models)
     h -> [ latent c | k_pe ] -> norm of c, rotation of k_pe -> cache
