@@ -197,8 +197,15 @@ def attention_latent(
         )
     _check(q_c, q_pe, cache, block_tables, rows, lens, out)
     out = torch.empty(q_c.shape, dtype=q_c.dtype, device=q_c.device) if out is None else out
-    if not out.numel():
-        return out
+    if out.numel():
+        _launch((q_c, q_pe), (cache, block_tables, rows, lens), out, scale, max_seq_len)
+    return out
+
+
+def _launch(queries, where, out, scale: float, max_seq_len: int) -> None:
+    """Attend into `out` with one split; with more into parts, and merge them."""
+    q_c, q_pe = queries
+    cache, block_tables = where[:2]
     tokens, heads, width = q_c.shape
     options = _options(q_c, q_pe.shape[2], max_seq_len)
     tiles = cdiv(heads, options["ROWS"])
@@ -208,12 +215,8 @@ def attention_latent(
         target = torch.empty((tokens, heads, splits, width), dtype=torch.float32, device=out.device)
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=out.device)
     _attention_latent_kernel[(tiles, splits, tokens)](
-        q_c,
-        q_pe,
-        cache,
-        block_tables,
-        rows,
-        lens,
+        *queries,
+        *where,
         target,
         lse,
         *q_c.stride()[:2],
@@ -229,7 +232,8 @@ def attention_latent(
         SPLIT=splits > 1,
         **options,
     )
-    return attention_merge(target, lse, out=out) if splits > 1 else out
+    if splits > 1:
+        attention_merge(target, lse, out=out)
 
 
 def _check(q_c, q_pe, cache, block_tables, rows, lens, out) -> None:
