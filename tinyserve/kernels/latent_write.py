@@ -152,34 +152,25 @@ def latent_write(
     options = {"eps": eps, "interleaved": interleaved}
     if not use_kernel(q):
         return latent_write_reference(q, kv, positions, cos_sin, weight, cache, slots_to_write, **options)
+    _check(q, kv, positions, cos_sin, weight, cache, slots_to_write)
+    q_pe = torch.empty((*q.shape[:2], cos_sin.shape[1]), dtype=q.dtype, device=q.device)
+    latent = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
+    if q.shape[0]:
+        _launch((q, kv, positions, cos_sin, weight, slots_to_write), (q_pe, latent, cache), **options)
+    return q_pe, latent
+
+
+def _launch(inputs, outputs, *, eps: float, interleaved: bool) -> None:
+    """One program for each token's key row, and one for each few of its query heads."""
+    q, kv, _, cos_sin, weight, _ = inputs
+    cache = outputs[2]
     tokens, heads, size = q.shape
     width, rotary = weight.shape[0], cos_sin.shape[1]
-    total = width + rotary
-    if kv.shape != (tokens, total) or cache.shape[1::2] != (1, total) or not cache.is_contiguous() or rotary > size:
-        raise ValueError(
-            f"latent_write: q {list(q.shape)}, kv {list(kv.shape)}, a weight of {width}, a rotation of {rotary} and a "
-            f"contiguous cache of {list(cache.shape)} do not fit each other"
-        )
-    if q.stride(2) != 1 or kv.stride(1) != 1 or positions.shape != (tokens,) or slots_to_write.shape != (tokens,):
-        raise ValueError(
-            "latent_write: q and kv must be contiguous in the last dimension, with a position and a slot each"
-        )
-    q_pe = torch.empty((tokens, heads, rotary), dtype=q.dtype, device=q.device)
-    latent = torch.empty((tokens, total), dtype=kv.dtype, device=kv.device)
-    if not tokens:
-        return q_pe, latent
     default = {"HEADS": min(next_power_of_2(heads), 16), "num_warps": 4}
-    chosen = choose("latent_write", q, default, tokens=tokens, heads=heads)
-    _latent_write_kernel[(tokens, 1 + cdiv(heads, chosen["HEADS"]))](
-        q,
-        kv,
-        positions,
-        cos_sin,
-        weight,
-        slots_to_write,
-        q_pe,
-        latent,
-        cache,
+    options = choose("latent_write", q, default, tokens=tokens, heads=heads)
+    _latent_write_kernel[(tokens, 1 + cdiv(heads, options["HEADS"]))](
+        *inputs,
+        *outputs,
         q.stride(0),
         q.stride(1),
         kv.stride(0),
@@ -193,6 +184,18 @@ def latent_write(
         INTERLEAVED=interleaved,
         BLOCK_C=next_power_of_2(width),
         BLOCK_P=next_power_of_2(rotary),
-        **chosen,
+        **options,
     )
-    return q_pe, latent
+
+
+def _check(q, kv, positions, cos_sin, weight, cache, slots_to_write) -> None:
+    tokens, rotary = q.shape[0], cos_sin.shape[1]
+    total = weight.shape[0] + rotary
+    fits = kv.shape == (tokens, total) and cache.shape[1::2] == (1, total) and rotary <= q.shape[2]
+    if not fits or not cache.is_contiguous():
+        raise ValueError(
+            f"latent_write: q {list(q.shape)}, kv {list(kv.shape)}, a weight of {weight.shape[0]}, a rotation of "
+            f"{rotary} and a contiguous cache of {list(cache.shape)} do not fit each other"
+        )
+    if q.stride(2) != 1 or kv.stride(1) != 1 or positions.shape != (tokens,) or slots_to_write.shape != (tokens,):
+        raise ValueError("latent_write: q and kv have contiguous rows, and a position and a slot for each token")
