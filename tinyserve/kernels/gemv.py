@@ -215,7 +215,8 @@ def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
 def _formula(width: int, gated: bool) -> dict[str, int]:
     """4096 numbers a tile, as wide as wastes the least of the last one; two tiles if gated."""
     block = min((1024, 512, 256), key=lambda size: (cdiv(width, size) * size, -size))
-    return {"BLOCK_N": (2048 if gated else 4096) // block, "BLOCK_K": block, "num_warps": 2}
+    warps = 4 if block == 1024 and not gated else 2
+    return {"BLOCK_N": (2048 if gated else 4096) // block, "BLOCK_K": block, "num_warps": warps}
 
 
 def check_product(

@@ -2,8 +2,9 @@
 
     logprob = logit[target] - log(sum of exp(logit)),      rank = number of tokens with logit >= logit[target]
 
-`logprobs` is one pass over the row: a running maximum and sum give log_z, and the rank is counted beside it. It serves
-the sampled token and the tokens of a prompt alike. All sums are float32, whatever the type of the logits.
+`logprobs` reads the row once: one program per (row, tile) leaves the tile's maximum, its sum of exponentials and how
+many of its tokens stand above the target, and one program per row joins them. It serves the sampled token and the
+tokens of a prompt alike. All sums are float32, whatever the type of the logits.
 
 `top_tokens` gives the k largest logits, equals by id, so that a tie is reported the same way in any batch. Stage 1, one
 program per (row, tile), takes the tile's maximum k times; stage 2 does the same with the tiles' winners. A pair (logit,
@@ -20,12 +21,13 @@ import triton
 import triton.language as tl
 from attrs import frozen
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 from .threshold import exp_, ordered_key
 
 MAX_K = 64  # more alternatives than this are sorted by torch; the kernel's time grows with k, a sort's does not
 WIDTHS = (1, 8, 32, MAX_K)  # k is rounded up to one of these where it sizes a block: four kernels, not one for each k
 TILE = 2048
+SCORE_TILE = 4096
 
 
 @frozen
@@ -74,37 +76,66 @@ def top_tokens_reference(logits: torch.Tensor, k: int, rows: torch.Tensor | None
 
 
 @triton.jit
+def _score_tile_kernel(
+    logits_ptr,  # [L, V]
+    targets_ptr,  # [R]
+    rows_ptr,  # [R]; read if ROWS
+    top_ptr,  # [R, tiles] float32: largest logit
+    sum_ptr,  # [R, tiles] float32: sum of exp(logit - top)
+    rank_ptr,  # [R, tiles] int32: tokens with a logit not below the target's
+    V,
+    logits_stride,  # elements between rows
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    wait_inputs(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    row = tl.load(rows_ptr + index).to(tl.int64) if ROWS else index
+    row_ptr = logits_ptr + row * logits_stride
+    target = tl.load(row_ptr + tl.load(targets_ptr + index).to(tl.int64)).to(tl.float32)
+    ids = tile * TILE + tl.arange(0, TILE)
+    logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+    top = tl.max(logit, axis=0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    at = index * tl.num_programs(1) + tile
+    tl.store(top_ptr + at, top)
+    tl.store(sum_ptr + at, tl.sum(tl.exp(logit - shift), axis=0))
+    tl.store(rank_ptr + at, tl.sum(((logit >= target) & (ids < V)).to(tl.int32), axis=0))
+
+
+@triton.jit
 def _logprobs_kernel(
     logits_ptr,  # [L, V]
     targets_ptr,  # [R]
     rows_ptr,  # [R]; read if ROWS
+    tile_top_ptr,  # [R, tiles] float32
+    tile_sum_ptr,  # [R, tiles] float32
+    tile_rank_ptr,  # [R, tiles] int32
     logprob_ptr,  # [R] float32
     rank_ptr,  # [R] int32
     log_z_ptr,  # [R] float32
-    V,
     logits_stride,  # elements between rows
+    tiles,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,  # a power of two, at least tiles
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index).to(tl.int64) if ROWS else index
-    row_ptr = logits_ptr + row * logits_stride
-    target = tl.load(row_ptr + tl.load(targets_ptr + index).to(tl.int64)).to(tl.float32)
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)  # one running maximum and sum a lane
-    total = tl.zeros((BLOCK,), tl.float32)
-    rank = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, V, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-        larger = tl.maximum(top, logit)
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp(top - shift) + tl.exp(logit - shift)
-        top = larger
-        rank += ((logit >= target) & (ids < V)).to(tl.int32)
-    best = tl.max(top, axis=0)
-    log_z = best + tl.log(tl.sum(total * tl.exp(top - best), axis=0))
-    tl.store(logprob_ptr + index, target - log_z)
-    tl.store(rank_ptr + index, tl.sum(rank, axis=0))
+    target_ptr = logits_ptr + row * logits_stride + tl.load(targets_ptr + index).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    at, there = index * tiles + tile, tile < tiles
+    tops = tl.load(tile_top_ptr + at, mask=there, other=float("-inf"))
+    sums = tl.load(tile_sum_ptr + at, mask=there, other=0.0)
+    top = tl.max(tops, axis=0)
+    log_z = top + tl.log(tl.sum(sums * tl.exp(tops - top), axis=0))
+    tl.store(logprob_ptr + index, tl.load(target_ptr).to(tl.float32) - log_z)
+    tl.store(rank_ptr + index, tl.sum(tl.load(tile_rank_ptr + at, mask=there, other=0), axis=0))
     tl.store(log_z_ptr + index, log_z)
 
 
@@ -127,7 +158,10 @@ def _tile_top_kernel(
     logits_stride,  # elements between rows
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.load(rows_ptr + index).to(tl.int64) if ROWS else index
@@ -145,7 +179,10 @@ def _merge_top_kernel(
     count,
     K,
     BLOCK: tl.constexpr,  # a power of two, at least count
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     index = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     pairs = tl.load(pairs_ptr + index * count + lane, mask=lane < count, other=-0x8000000000000000)
@@ -175,11 +212,19 @@ def logprobs(logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | N
     logprob, log_z = (logits.new_empty(R, dtype=torch.float32) for _ in range(2))
     rank = logits.new_empty(R, dtype=torch.int32)
     if R:
-        options = choose("logprobs", logits, {"BLOCK": min(next_power_of_2(V), 4096), "num_warps": 8}, rows=R, vocab=V)
-        some = rows is not None
-        _logprobs_kernel[(R,)](
-            logits, targets, rows if some else targets, logprob, rank, log_z, V, logits.stride(0), ROWS=some, **options
+        options = {"ROWS": rows is not None} | overlap(logits)
+        given = (logits, targets, targets if rows is None else rows)
+        tile = min(next_power_of_2(V), SCORE_TILE)
+        tiles = cdiv(V, tile)
+        tops, sums = (logits.new_empty(R, tiles, dtype=torch.float32) for _ in range(2))
+        ranks = logits.new_empty(R, tiles, dtype=torch.int32)
+        _score_tile_kernel[(R, tiles)](
+            *given, tops, sums, ranks, V, logits.stride(0), TILE=tile, num_warps=4, **options
         )
+        _logprobs_kernel[(R,)](
+            *given, tops, sums, ranks, logprob, rank, log_z, logits.stride(0), tiles,
+            TILES=next_power_of_2(tiles), num_warps=1, **options,
+        )  # fmt: skip
     return TokenScores(logprob, rank, log_z)
 
 
@@ -207,10 +252,21 @@ def top_tokens(logits: torch.Tensor, k: int, rows: torch.Tensor | None = None) -
     best = logits.new_empty(R, k, dtype=torch.int64)
     options = choose("top_tokens", logits, {"num_warps": 4}, rows=R, vocab=V, k=k)
     _tile_top_kernel[(R, tiles)](
-        logits, rows if some else logits, pairs, V, k, logits.stride(0), ROWS=some, TILE=tile, **options
+        logits,
+        rows if some else logits,
+        pairs,
+        V,
+        k,
+        logits.stride(0),
+        ROWS=some,
+        TILE=tile,
+        **options,
+        **overlap(logits),
     )
     width = next((size for size in WIDTHS if k <= size), MAX_K)
-    _merge_top_kernel[(R,)](pairs, best, tiles * k, k, BLOCK=next_power_of_2(tiles * width), **options)
+    _merge_top_kernel[(R,)](
+        pairs, best, tiles * k, k, BLOCK=next_power_of_2(tiles * width), **options, **overlap(logits)
+    )
     key = (best >> 32).int()
     value = torch.where(key < 0, key ^ 0x7FFFFFFF, key).view(torch.float32)  # the inverse of ordered_key
     return TopTokens(value, (0x7FFFFFFF - (best & 0x7FFFFFFF)).int())

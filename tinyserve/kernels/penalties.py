@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 
 def penalties_reference(
@@ -62,7 +62,10 @@ def _penalties_kernel(
     tokens_stride,  # elements between rows
     TILE: tl.constexpr,  # ids of a program; a power of two
     CHUNK: tl.constexpr,  # tokens read at a time
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TILE
     repetition = tl.load(repetition_ptr + row)
@@ -126,6 +129,6 @@ def penalties(
         tile = min(max(next_power_of_2(V), 32), 2048)
         options = choose("penalties", logits, {"TILE": tile, "CHUNK": 1024, "num_warps": 4}, rows=L, vocab=V)
         _penalties_kernel[(L, cdiv(V, options["TILE"]))](
-            logits, tokens, *rows, V, logits.stride(0), tokens.stride(0), **options
+            logits, tokens, *rows, V, logits.stride(0), tokens.stride(0), **options, **overlap(logits)
         )
     return None

@@ -192,12 +192,10 @@ def _options(x: torch.Tensor, rows: int, gated: bool, parts: bool, invariant: bo
 
 
 def _formula(x: torch.Tensor, block_m: int, rows: int, gated: bool) -> dict[str, int]:
-    """Strips of 64 rows, or 32 if they would not fill the device; up to four loads of 256 bytes a row in flight."""
+    """Strips of 64 rows and up to four loads of 256 bytes a row in flight; splits until they fill the device."""
     device, width = facts(x.device), x.shape[1]
-    block_n = 64 if cdiv(rows, 64) >= device.processors else 32
-    block_k = 256 // x.element_size()
-    splits = 1
-    while splits < 4 and cdiv(rows, block_n) * splits * 2 <= 2 * device.processors and width >= 8 * splits * block_k:
+    block_n, block_k, splits = 64, 256 // x.element_size(), 1
+    while splits < 4 and cdiv(rows, block_n) * splits < 2 * device.processors and width >= 4 * splits * block_k:
         splits *= 2
     stage = (block_m + block_n * (1 + gated)) * block_k * x.element_size()
     stages = min(max(device.shared * 9 // 10 // stage, 1), 4)
@@ -206,7 +204,7 @@ def _formula(x: torch.Tensor, block_m: int, rows: int, gated: bool) -> dict[str,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "SPLITS": splits,
-        "SWAP": int(block_m <= 32 and block_n >= 64),
+        "SWAP": int(block_m <= 32 or not gated),
         "STAGES": stages,
         "LINES": 0,
         "num_warps": 4,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 INF = float("inf")
 ANY = -1  # in a suffix: nothing is asked of this place
@@ -63,7 +63,10 @@ def _token_mask_kernel(
     logits_stride,  # elements between rows
     masks_stride,  # elements between rows
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     mask_row = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + mask_row).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -90,7 +93,10 @@ def _edit_tokens_kernel(
     logits_stride,  # elements between rows
     tokens_stride,  # elements between rows
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     edit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = edit < E
     row = tl.load(rows_ptr + edit, mask=real, other=0).to(tl.int64)
@@ -133,7 +139,7 @@ def token_mask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) ->
         tile = min(max(next_power_of_2(V), 32), 4096)
         options = choose("token_mask", logits, {"TILE": tile, "num_warps": 4}, rows=R, vocab=V)
         _token_mask_kernel[(R, cdiv(V, options["TILE"]))](
-            logits, masks, rows, V, W, logits.stride(0), masks.stride(0), **options
+            logits, masks, rows, V, W, logits.stride(0), masks.stride(0), **options, **overlap(logits)
         )
     return None
 
@@ -178,6 +184,6 @@ def edit_tokens(
         options = choose("edit_tokens", logits, {"BLOCK": 128, "num_warps": 4}, edits=E)
         _edit_tokens_kernel[(cdiv(E, options["BLOCK"]),)](
             logits, rows, ids, values, until, suffix.contiguous(), *history,
-            E, logits.shape[1], suffix.shape[1], logits.stride(0), tokens.stride(0), **options,
+            E, logits.shape[1], suffix.shape[1], logits.stride(0), tokens.stride(0), **options, **overlap(logits),
         )  # fmt: skip
     return None
