@@ -36,6 +36,18 @@ def test_extremes_and_nan_survive(device, kind):
     assert_close(activation.activation(x, kind), activation.activation_reference(x, kind))
 
 
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_xielu_is_its_reference(device, dtype, rows, width):
+    """Also around zero, where exp(x) - 1 loses its digits, and far below."""
+    x = gapped(randn(rows, width, dtype=dtype, device=device, spread=3))
+    x[:, ::3] *= 1e-3
+    numbers = (0.7, 1.3)
+
+    actual = activation.xielu(x, *numbers, beta=0.5, eps=-1e-6)
+
+    assert_close(actual, activation.xielu_reference(x, *numbers, beta=0.5, eps=-1e-6))
+
+
 def test_silu_by_hand():
     """silu(1) * 2 = 2 / (1 + 1/e) = 1.4621172."""
     assert_close(activation.gated_activation(torch.tensor([[1.0, 2.0]]), "silu"), torch.tensor([[1.4621172]]))
@@ -67,3 +79,4 @@ def compile_cases():
         yield lambda dtype=dtype: activation.gated_activation(torch.empty(4, 3072, dtype=dtype), "silu")
     for kind in activation.KINDS:
         yield lambda kind=kind: activation.activation(torch.empty(4, 1536, dtype=torch.bfloat16), kind)
+    yield lambda: activation.xielu(torch.empty(4, 1536, dtype=torch.bfloat16), 0.7, 1.3, beta=0.5, eps=-1e-6)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from tests import oracles
-from tinyserve.errors import UnsupportedModel
-from tinyserve.layers.rope import Rope, RopeSpec, frequencies, table
+from tinyserve.errors import CheckpointError, UnsupportedModel
+from tinyserve.layers.rope import Rope, RopeSpec, alibi_slopes, frequencies, table
 from tinyserve.models.config import HF, rope_spec
 
 KINDS = {
@@ -14,6 +15,12 @@ KINDS = {
     "llama3": oracles.LLAMA3,
     "yarn": {"original_max_position_embeddings": 32},
     "yarn-mscale": {"original_max_position_embeddings": 32, "mscale": 1.2, "mscale_all_dim": 0.8, "beta_fast": 20},
+    "longrope": oracles.longrope(20, 32)["rope_parameters"] | {"original_max_position_embeddings": 32},
+    "longrope-factor": oracles.longrope(20, 32)["rope_parameters"]
+    | {"original_max_position_embeddings": 32, "attention_factor": 1.4},
+    "linear-partial": {"partial_rotary_factor": 0.5},
+    "llama3-partial": oracles.LLAMA3 | {"partial_rotary_factor": 0.7},
+    "proportional": {"partial_rotary_factor": 0.3},
     "yarn-smooth": {"original_max_position_embeddings": 32, "truncate": False, "attention_factor": 1.3},
 }
 
@@ -60,3 +67,28 @@ def test_dynamic_rotation_beyond_it_is_that_of_a_sequence_that_ends_there(positi
 def test_an_unknown_kind_is_refused():
     with pytest.raises(UnsupportedModel, match="spiral"):
         table(RopeSpec(kind="spiral", dim=8), 4)
+
+
+@pytest.mark.parametrize("positions", [32, 33])
+def test_longrope_has_other_factors_when_longer_sequences_are_served(positions):
+    """At most the original 32 positions: the short factors; one more: the long ones, three times as large."""
+    spec = rope_spec(HF(oracles.llama(**oracles.longrope(20, 32)).to_dict()), 20)
+    ratio = frequencies(spec, 32) / frequencies(spec, positions)
+
+    torch.testing.assert_close(ratio, torch.full((10,), 1.0 if positions == 32 else 3.0))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 8, 40])
+def test_slopes_equal_transformers(heads):
+    """Also for a number of heads that is no power of two."""
+    mask = torch.ones(1, 2)
+    expected = build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]
+
+    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), expected)
+
+
+@pytest.mark.parametrize("changes", [{"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.2}])
+def test_a_part_that_no_pairs_fill_is_refused(changes):
+    """A quarter of 12 numbers is 3; 1.2 times 12 are 14."""
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        rope_spec(HF(oracles.llama(head_dim=12).to_dict() | changes | {"rope_parameters": None}), 12)

@@ -135,12 +135,15 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             seed=config.model.seed,
             progress=progress,
         )
+    longest = context(config.model.max_model_len, model.config.max_model_len, tokenizer.model_max_length)
+    if longest < model.config.max_model_len:
+        model.reach(longest, device.torch)
     return Parts(
         model=model,
         tokenizer=tokenizer,
         **chat,
         served_names=config.model.served_model_name or (config.model.model,),
-        max_model_len=context(config.model.max_model_len, model.config.max_model_len, tokenizer.model_max_length),
+        max_model_len=longest,
         eos_ids=defaults.eos_ids,
         extra_eos_ids=defaults.extra_eos_ids,
         default_sampling=defaults.as_fields(),

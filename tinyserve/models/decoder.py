@@ -69,6 +69,14 @@ class Decoder(nn.Module):
         """The rotations and biases by distance that the layers share, each once."""
         return [module for module in self.modules() if isinstance(module, Rope | Alibi)]
 
+    def reach(self, positions: int, device: torch.device) -> None:
+        """Make the tables of positions for sequences of up to so many tokens; before `bind`.
+
+        LongRoPE turns keys otherwise if no longer sequence than its original length is served.
+        """
+        for rope in self.ropes():
+            rope.allocate(positions, device)
+
     def kv_layers(self) -> list[LayerKV]:
         """What each layer keeps of every token, in order of the layers."""
         return [attention.layer_kv() for attention in self.attentions()]

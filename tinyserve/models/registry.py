@@ -139,8 +139,7 @@ def load_model(
         weights, tensors = made.WEIGHTS, unstack(as_saved(made, tensors), getattr(made, "STACKS", {}))
         load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
     try:
-        for rope in model.ropes():
-            rope.allocate(model.config.max_model_len, device)
+        model.reach(model.config.max_model_len, device)
     except (RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"config.json promises {model.config.max_model_len} positions, whose table does not fit in memory: "
