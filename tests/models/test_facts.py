@@ -1,4 +1,4 @@
-"""What is known of models beyond their logits: reach of windows, stretched contexts, names of old checkpoints, relatives."""
+"""What is known of models beyond their logits: reach of windows, stretched contexts, old checkpoints, relatives."""
 
 import json
 
