@@ -135,15 +135,12 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             seed=config.model.seed,
             progress=progress,
         )
-    longest = context(config.model.max_model_len, model.config.max_model_len, tokenizer.model_max_length)
-    if longest < model.config.max_model_len:
-        model.reach(longest, device.torch)
     return Parts(
         model=model,
         tokenizer=tokenizer,
         **chat,
         served_names=config.model.served_model_name or (config.model.model,),
-        max_model_len=longest,
+        max_model_len=_served(model, config.model.max_model_len, tokenizer.model_max_length, device),
         eos_ids=defaults.eos_ids,
         extra_eos_ids=defaults.extra_eos_ids,
         default_sampling=defaults.as_fields(),
@@ -152,6 +149,14 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         dtype=choose_dtype(dtype, model.config, device.torch),
     )
+
+
+def _served(model: Any, asked: int | None, tokenizer_limit: int | None, device: Device) -> int:
+    """The context in tokens, as of `context`; the model's tables are made for no longer one."""
+    longest = context(asked, model.config.max_model_len, tokenizer_limit)
+    if longest < model.config.max_model_len:
+        model.reach(longest, device.torch)
+    return longest
 
 
 def context(asked: int | None, promised: int, tokenizer_limit: int | None) -> int:
