@@ -1,17 +1,17 @@
 """Attention of one new token per sequence over its cached keys: `out = softmax(scale · q Kᵀ) V`, K and V in pages.
 
 A decode step reads every key and value once and computes little, so what counts is that the whole device reads. One
-program = (kv head, split, sequence): the G query heads of a kv head are the rows of one tile, so that a key is read
-once for all of them, and the keys of a long sequence are cut into as many splits as fill the device. How many is fixed
-by the shape of the launch; which keys a split owns is computed from `seq_lens` on the device, so that one recorded
-graph serves every length. With one split the program writes the output, else `attention_merge` joins the parts.
+program = (kv head, part of a sequence): the G query heads of a kv head are the rows of one tile, so that a key is read
+once for all of them, and the keys of a long sequence are cut into parts. Into how many is computed from `seq_lens` on
+the device (`attention_merge.py` says how), so that one recorded graph serves every length. The program of a sequence in
+one part writes the output, else `attention_merge` joins the parts. `attention_verify` shares the kernel.
 
 Softmax is online and in float32 with base 2: a running peak, a running denominator, an accumulator. The page number of
 a tile is read one tile ahead, because a load that waits for another load breaks the software pipeline. What a model
-does not use (window, soft-cap, sinks) is not in its compiled kernel. 2·Σ seq_lens·Hkv·D numbers are read.
+does not use (window, soft-cap, sinks, ALiBi) is not in its compiled kernel. 2·Σ seq_lens·Hkv·D numbers are read.
 
 Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; Kwon et al., arXiv:2309.06180 (pages); soft-cap:
-Gemma 2, arXiv:2408.00118; sinks: gpt-oss's reference implementation.
+Gemma 2, arXiv:2408.00118; sinks: gpt-oss's reference implementation; ALiBi: Press et al., arXiv:2108.12409.
 
 Before: `rope.py` has written the new key and value.  After: `attention_merge.py`, then the output projection.
 """
@@ -21,11 +21,8 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .attention_merge import attention_merge
-from .launch import cdiv, choose, joined, next_power_of_2, once, use_kernel
-
-PROGRAMS = 264  # two for each processor of the largest device; measured: more cost more than they bring
-MOST_SPLITS = 64
+from .attention_merge import PROGRAMS, Cut, find_part, keys_of, make_cut, merge_cut, parts_of
+from .launch import cdiv, choose, joined, next_power_of_2, once, overlap, start_next, use_kernel, wait_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
@@ -41,6 +38,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention in plain torch, on gathered keys: what all references share.
 
@@ -49,15 +47,18 @@ def attend(
         visible: boolean, broadcasts to [..., M, N]; None: every key is visible. Each row should see one key.
         scale, softcap: as for `attention_decode`.
         sinks: broadcasts to [..., M, 1], or None.
+        bias: float32, is added to the logits, broadcasts to [..., M, N]; or None.
 
     Returns:
         [..., M, D] in q's type; probabilities are float32.
     """
-    if q.is_cpu and not softcap and sinks is None:  # elsewhere the formula, not a kernel of torch's
+    if q.is_cpu and not softcap and sinks is None and bias is None:  # elsewhere the formula, not a kernel of torch's
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=scale)
     scores = q.float() @ k.float().mT * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
@@ -90,6 +91,8 @@ def attention_decode_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     memo: dict | None = None,
 ) -> torch.Tensor:
@@ -100,7 +103,7 @@ def attention_decode_reference(
     """
     heads, page, head_dim = k_cache.shape[1:]
     grouped = q.view(q.shape[0], heads, q.shape[1] // heads, head_dim)
-    sinks = None if sinks is None else sinks.view(heads, -1, 1)
+    sinks, slopes = (None if one is None else one.view(heads, -1, 1) for one in (sinks, alibi))
     key = ("visible", block_tables.data_ptr(), page, window)
     found = once(memo, key, lambda: _visible(block_tables, seq_lens.tolist(), page, window))
     caches, results = by_token(k_cache, v_cache), []
@@ -110,9 +113,9 @@ def attention_decode_reference(
             results.append(torch.zeros_like(one))
             continue
         k, v = gather(caches, blocks, inside)
-        results.append(
-            attend(one, k.to(q.dtype), v.to(q.dtype), visible=None, scale=scale, softcap=softcap, sinks=sinks)
-        )
+        bias = None if slopes is None else slopes.float() * torch.arange(1 - k.shape[2], 1, device=q.device)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        results.append(attend(one, k, v, visible=None, scale=scale, softcap=softcap, sinks=sinks, bias=bias))
     if out is None and len(results) == 1:
         return results[0].view(q.shape)
     result = torch.cat(results).view(q.shape) if results else torch.empty_like(q)
@@ -172,90 +175,142 @@ def load_keys(
 
 
 @triton.jit
-def score(q, k, scale, cap, SOFTCAP: tl.constexpr):
-    """Logits in base 2. `scale` holds log2(e), or with SOFTCAP 1/cap, and then `cap` holds the log2(e)."""
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+def score(q, k, place, position, slope, scale, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Scores [M, TILE] of the keys at `place`. Plain ones are q·k and get their factor in `accumulate`; with SOFTCAP or
+    ALIBI they are logits in base 2: scale holds log2(e), or with SOFTCAP 1/cap, and then cap holds the log2(e)."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP:
-        logits = cap * (2.0 * tl.sigmoid(2.0 * logits) - 1.0)  # cap * tanh(logits)
-    return logits
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scale * scores) - 1.0)  # cap * tanh(scale * scores)
+    elif ALIBI:
+        scores *= scale
+    if ALIBI:
+        scores += slope[:, None] * (place[None, :] - position[:, None]).to(tl.float32)
+    return scores
 
 
 @triton.jit
-def accumulate(logits, v, acc, peak, total):
-    """One step of the online softmax: logits [M, TILE] and values [TILE, D] join (acc [M, D], peak [M], total [M])."""
-    higher = tl.maximum(peak, tl.max(logits, axis=1))
-    weight = tl.exp2(logits - higher[:, None])
+def accumulate(scores, v, acc, peak, total, scale, PLAIN: tl.constexpr):
+    """One step of the online softmax: scores [M, TILE] and values [TILE, D] join (acc [M, D], peak [M], total [M]).
+
+    PLAIN scores have still to be multiplied by `scale`, which then costs nothing: it joins the subtraction.
+    """
+    if PLAIN:
+        higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+        weight = tl.exp2(scores * scale - higher[:, None])
+    else:
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        weight = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(peak - higher)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total * shrink + tl.sum(weight, axis=1)
 
 
-# A slice that begins anywhere in a buffer must not make a new variant.
-@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"])
-def _attention_decode_kernel(
-    q_ptr,  # [S, Hq, D]
+@triton.jit
+def head_number(ptr, head, mask, GIVEN: tl.constexpr):
+    """A number of each head (a sink, a slope) in base 2; zeros if there is none."""
+    if GIVEN:
+        number = tl.load(ptr + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
+    else:
+        number = tl.zeros_like(head).to(tl.float32)
+    return number
+
+
+# Lengths and counts change from step to step, and slices begin anywhere in a buffer: that must not make new variants.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "target", "table_stride"],
+    do_not_specialize_on_alignment=["tables_ptr", "query_start_ptr", "lens_ptr"],
+)
+def _attention_parts_kernel(
+    q_ptr,  # [T, Hq, D]
     k_ptr,  # [B, Hkv, P, D]
     v_ptr,  # [B, Hkv, P, D]
     tables_ptr,  # [S, ...] block ids, int32
+    query_start_ptr,  # [S + 1] int32; read if QUERIES > 1
     lens_ptr,  # [S] int32
     sinks_ptr,  # [Hq]; read if SINKS
-    out_ptr,  # one split: [S, Hq, D]; more: partial [S, Hq, K, D] float32
-    lse_ptr,  # [S, Hq, K] float32; written with more than one split
-    q_stride,  # elements between sequences
+    slopes_ptr,  # [Hq]; read if ALIBI
+    out_ptr,  # [T, Hq, D]
+    partial_ptr,  # [parts, QUERIES, Hq, D] float32
+    lse_ptr,  # [parts, QUERIES, Hq] float32
+    q_stride,  # elements between tokens
     q_head_stride,  # elements between heads
     block_stride,  # elements between blocks of k and v
     page_stride,  # elements between the kv heads of a block
     table_stride,  # elements between sequences
-    out_stride,  # elements between sequences
+    out_stride,  # elements between tokens
     out_head_stride,  # elements between heads
+    num_tokens,  # T
+    num_seqs,  # S
+    target,  # attention_merge.py::Cut
     scale,
     cap,
     G: tl.constexpr,  # query heads of a kv head
     D: tl.constexpr,
     PAGE: tl.constexpr,  # a power of two
-    WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,  # a power of two, at least G and 16
+    ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    QUERIES: tl.constexpr,  # most query tokens of a sequence; 1: sequence s has the one token s
+    LEAST: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of two, at least QUERIES * G and 16
     BLOCK_D: tl.constexpr,  # a power of two, at least D and 16
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    sequence = tl.program_id(2).to(tl.int64)
-
+    item = tl.program_id(1)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
-    head = kv_head * G + row
-    real = (row < G)[:, None] & (column < D)[None, :]
+    head = kv_head * G + row % G
+    heads = tl.num_programs(0) * G
+    if QUERIES > 1:  # padding behind the last sequence becomes zero
+        for padding in range(tl.load(query_start_ptr + num_seqs) + item, num_tokens, tl.num_programs(1)):
+            place = out_ptr + padding.to(tl.int64) * out_stride + head[:, None] * out_head_stride + column[None, :]
+            nothing = tl.zeros([ROWS, BLOCK_D], out_ptr.dtype.element_ty)
+            tl.store(place, nothing, mask=(row < G)[:, None] & (column < D)[None, :])
 
+    sequence, first, share = find_part(lens_ptr, num_seqs, target, item, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
+    if sequence >= num_seqs:
+        return
     length = tl.load(lens_ptr + sequence)
+    parts = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
+    if item - first >= parts:
+        return
+
+    start = sequence
+    queries = 1
+    if QUERIES > 1:
+        start = tl.load(query_start_ptr + sequence)
+        queries = tl.load(query_start_ptr + sequence + 1) - start
+    position = length - queries + row // G
     low = length * 0
     if WINDOW:
-        low = tl.maximum(length - WINDOW, 0)
-    first = low // TILE * TILE
-    share = tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
-    begin = first + split * share
-    end = tl.minimum(begin + share, length)
-    if SPLIT:
-        part = (sequence * (tl.num_programs(0) * G) + head) * splits + split
-        if begin >= end:
-            tl.store(lse_ptr + part, tl.full([ROWS], float("-inf"), tl.float32), mask=row < G)
-            return
+        low = tl.maximum(length - queries - WINDOW + 1, 0) // TILE * TILE
+    keys = tl.cdiv(tl.cdiv(length - low, parts), TILE) * TILE
+    begin = low + (item - first) * keys
+    end = tl.minimum(begin + keys, length)
 
-    q = tl.load(q_ptr + sequence * q_stride + head[:, None] * q_head_stride + column[None, :], mask=real, other=0.0)
+    token = start.to(tl.int64) + row // G
+    mine = row < tl.minimum(queries, QUERIES) * G
+    real = mine[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :], mask=real, other=0)
+    slope = head_number(slopes_ptr, head, mine, ALIBI)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS and not SPLIT:
-        sink = tl.load(sinks_ptr + head, mask=row < G, other=0.0).to(tl.float32) * LOG2E
-        peak = tl.maximum(sink, LOWEST)
-        total = tl.exp2(sink - peak)
+    if SINKS:
+        sink = head_number(sinks_ptr, head, mine, SINKS)
+        alone = parts == 1  # else the merge adds it
+        peak = tl.where(alone, tl.maximum(sink, LOWEST), LOWEST)
+        total = tl.where(alone, tl.exp2(sink - peak), 0.0)
 
-    tables_ptr += sequence * table_stride
+    tables_ptr += sequence.to(tl.int64) * table_stride
     k_ptr += kv_head.to(tl.int64) * page_stride
     v_ptr += kv_head.to(tl.int64) * page_stride
     pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
@@ -263,21 +318,25 @@ def _attention_decode_kernel(
         pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
         k = load_keys(k_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
         v = load_keys(v_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
-        position = key + tl.arange(0, TILE)
-        visible = position < end
+        place = key + tl.arange(0, TILE)
+        visible = (place < end)[None, :]
+        if QUERIES > 1:
+            visible = visible & (place[None, :] <= position[:, None])
         if WINDOW:
-            visible = visible & (position >= low)
-        logits = tl.where(visible[None, :], score(q, k, scale, cap, SOFTCAP), float("-inf"))
-        acc, peak, total = accumulate(logits, v, acc, peak, total)
+            visible = visible & (place[None, :] > position[:, None] - WINDOW)
+        scores = score(q, k, place, position, slope, scale, cap, SOFTCAP, ALIBI)
+        scores = tl.where(visible, scores, float("-inf"))
+        acc, peak, total = accumulate(scores, v, acc, peak, total, scale, not (SOFTCAP or ALIBI))
         pages = pages_ahead
 
     averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if SPLIT:
-        tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=row < G)
-        tl.store(out_ptr + part[:, None] * D + column[None, :], averaged, mask=real)
-    else:
-        place = out_ptr + sequence * out_stride + head[:, None] * out_head_stride + column[None, :]
+    if parts == 1:
+        place = out_ptr + token[:, None] * out_stride + head[:, None] * out_head_stride + column[None, :]
         tl.store(place, averaged.to(out_ptr.dtype.element_ty), mask=real)
+    else:
+        part = (item.to(tl.int64) * QUERIES + row // G) * heads + head
+        tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=mine)
+        tl.store(partial_ptr + part[:, None] * D + column[None, :], averaged, mask=real)
 
 
 def attention_decode(
@@ -292,21 +351,27 @@ def attention_decode(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     memo: dict | None = None,
 ) -> torch.Tensor:
     """Attend with the newest token of each sequence, whose key and value are in the cache already.
+
+    Nothing on the host depends on a length: one recorded graph serves all lengths up to the width of block_tables.
 
     Args:
         q: [S, Hq, D]; sequences and heads may lie apart.
         k_cache, v_cache: [B, Hkv, P, D], contiguous; P a power of two. Query head h reads kv head h // (Hq / Hkv).
         block_tables: [S, at least ceil(length / P)] int32; what stands behind a sequence's last block is not read.
         seq_lens: [S] int32, with the new token; 0 for padding, which gives zeros.
-        scale: of q · k, usually D ** -0.5.
-        max_seq_len: at least every length; with S and Hkv it fixes how many splits are launched.
+        scale: of q · k, usually D ** -0.5; positive.
+        max_seq_len: at least every length; only the reference may use it.
         window: the newest `window` keys are visible; 0: all.
         softcap: c > 0 makes a logit c · tanh(logit / c); 0: off.
         sinks: [Hq] logits that join the denominator without a value, or None.
+        alibi: [Hq] slopes m: a logit gets + m · (its key's position - its query's position), or None.
+        batch_invariant: a sequence's result has the same bits whatever its neighbours; slower for one long sequence.
         out: [S, Hq, D], written if given; contiguous in its last dimension.
         memo: of this step, for the reference (launch.py::once).
 
@@ -319,9 +384,9 @@ def attention_decode(
     if not use_kernel(q):
         return attention_decode_reference(
             q, k_cache, v_cache, block_tables, seq_lens, scale=scale, max_seq_len=max_seq_len, window=window,
-            softcap=softcap, sinks=sinks, out=out, memo=memo,
+            softcap=softcap, sinks=sinks, alibi=alibi, out=out, memo=memo,
         )  # fmt: skip
-    check_attention("attention_decode", q, k_cache, v_cache, sinks, out)
+    check_attention("attention_decode", q, k_cache, v_cache, scale, (sinks, alibi), out)
     if block_tables.shape[0] != q.shape[0] or seq_lens.shape != q.shape[:1] or block_tables.stride(1) != 1:
         raise ValueError(
             f"attention_decode: {q.shape[0]} sequences, but block_tables (rows must be contiguous) is "
@@ -329,42 +394,55 @@ def attention_decode(
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
-        options = _options(q, k_cache, max_seq_len)
-        pairs = q.shape[0] * k_cache.shape[1]
-        splits = count_splits(pairs, min(max_seq_len, window or max_seq_len), options["TILE"])
-        options |= {"WINDOW": window, "SOFTCAP": softcap > 0, "SINKS": sinks is not None}
-        where = (block_tables, seq_lens, q if sinks is None else sinks)
-        _launch(q, (k_cache, v_cache), where, out, base_2(scale, softcap), splits, options)
+        options = part_options("attention_decode", q, k_cache, len(seq_lens))
+        invariant = {"invariant": batch_invariant, "window": window}
+        cut = make_cut(len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS"), **invariant)
+        where = (block_tables, seq_lens, seq_lens)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi), out, base_2(scale, softcap), cut, options)
     return out
 
 
-def _launch(q, caches, where, out, factors, splits, options) -> None:
-    """Attend into `out` with one split; with more into parts, and merge them."""
-    sequences, heads, head_dim = q.shape
+def attend_parts(q, caches, where, extras, out, factors, cut: Cut, options) -> None:
+    """Attend with up to `cut.queries` tokens of each sequence into `out`, through parts where a sequence is cut.
+
+    Args:
+        where: block_tables, query_start (anything if a sequence has one query), seq_lens.
+        extras: sinks and slopes, or Nones.    factors: what `base_2` gave.    options: what `part_options` gave.
+    """
+    heads, head_dim = q.shape[1:]
     kv_heads, page = caches[0].shape[1:3]
-    target, lse = out, out
-    if splits > 1:
-        target = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
-    _attention_decode_kernel[(kv_heads, splits, sequences)](
+    partial, lse = out, out
+    if cut.merges:
+        rows = (cut.parts, cut.queries, heads)
+        partial = torch.empty((*rows, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    _attention_parts_kernel[(kv_heads, cut.parts)](
         q,
         *caches,
         *where,
-        target,
+        *(q if extra is None else extra for extra in extras),
+        out,
+        partial,
         lse,
         *q.stride()[:2],
         *caches[0].stride()[:2],
         where[0].stride(0),
         *out.stride()[:2],
+        q.shape[0],
+        len(where[2]),
+        cut.target,
         *factors,
         G=heads // kv_heads,
         D=head_dim,
         PAGE=page,
-        SPLIT=splits > 1,
+        SOFTCAP=factors[1] > 0,
+        SINKS=extras[0] is not None,
+        ALIBI=extras[1] is not None,
+        **cut.constants(len(where[2])),
         **options,
+        **overlap(q),
     )
-    if splits > 1:
-        attention_merge(target, lse, sinks=where[2] if options["SINKS"] else None, out=out)
+    merge_cut((partial, lse), cut, where[1:], extras[0], out)
 
 
 def base_2(scale: float, softcap: float) -> tuple[float, float]:
@@ -373,13 +451,7 @@ def base_2(scale: float, softcap: float) -> tuple[float, float]:
     return (scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
 
 
-def count_splits(pairs: int, keys: int, tile: int) -> int:
-    """Splits for `pairs` of (sequence, kv head) with up to `keys` keys each: a power of two that fills the device."""
-    most = min(PROGRAMS // pairs, cdiv(keys, tile), MOST_SPLITS)
-    return 1 << (most.bit_length() - 1) if most > 1 else 1
-
-
-def check_attention(name: str, q, k_cache, v_cache, sinks, out) -> None:
+def check_attention(name: str, q, k_cache, v_cache, scale, extras, out) -> None:
     """Refuse what the attention kernels cannot read.
 
     Raises:
@@ -397,17 +469,21 @@ def check_attention(name: str, q, k_cache, v_cache, sinks, out) -> None:
         )
     if q.stride(2) != 1 or (out is not None and (out.shape != q.shape or out.stride(2) != 1)):
         raise ValueError(f"{name}: q and out must agree and be contiguous in the last dimension; q is {list(q.shape)}")
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"{name}: sinks must be [{heads}], is {list(sinks.shape)}")
+    if not scale > 0:
+        raise ValueError(f"{name}: scale must be positive, is {scale}")
+    for what, extra in zip(("sinks", "alibi"), extras, strict=True):
+        if extra is not None and extra.shape != (heads,):
+            raise ValueError(f"{name}: {what} must be [{heads}], is {list(extra.shape)}")
 
 
-def _options(q: torch.Tensor, k_cache: torch.Tensor, max_seq_len: int) -> dict[str, int]:
+def part_options(name: str, q: torch.Tensor, k_cache: torch.Tensor, sequences: int, queries: int = 1) -> dict[str, int]:
     """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory."""
-    sequences, heads, head_dim = q.shape
+    heads, head_dim = q.shape[1:]
     group = heads // k_cache.shape[1]
-    rows, block_d = max(16, next_power_of_2(group)), max(16, next_power_of_2(head_dim))
+    rows, block_d = max(16, next_power_of_2(queries * group)), max(16, next_power_of_2(head_dim))
+    device = launch.facts(q.device)
     # In rows of D numbers; 4 KiB stay for reductions. A pipeline of n stages keeps n - 1 tiles of K and of V in flight.
-    room = (launch.shared_memory(q) - 4096) // (block_d * q.element_size())
+    room = (device.shared - 4096) // (block_d * q.element_size())
     tile, stages = next(
         (tile, stages)
         for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
@@ -418,8 +494,8 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_seq_len: int) -> dict[s
         "BLOCK_D": block_d,
         "TILE": tile,
         "STAGES": stages,
+        "PROGRAMS": PROGRAMS * device.processors,
         "num_warps": 4 if rows * block_d < 4096 else 8,
     }
-    return choose(
-        "attention_decode", q, default, head_dim=head_dim, group=group, sequences=sequences, max_seq_len=max_seq_len
-    )
+    shape = {"head_dim": head_dim, "group": group, "sequences": sequences, "page": k_cache.shape[2]}
+    return choose(name, q, default, **shape, **({"queries": queries} if queries > 1 else {}))

@@ -1,26 +1,151 @@
-"""Putting the splits of one attention together: `out = Σ exp(lse_k) · partial_k / (Σ exp(lse_k) + exp(sink))`.
+"""Cutting the keys of a sequence into parts, and joining what the parts give.
 
-Split-KV decode lets K programs attend to K ranges of one sequence's keys. Each leaves its own softmax average and the
-log of its denominator, which is all that is needed to weigh it against the others. A range may be empty: then its lse
-is -inf and its partial row is never read, so it may hold anything. A row whose ranges are all empty becomes zero. The
-attention sink, a learned logit that takes probability and gives no value, joins the denominator here and only here.
+A program of `attention_decode` attends to one part. What it leaves is the part's own softmax average and the log of its
+denominator, which is all that is needed to weigh it against the others:
 
-One program = one (sequence, query head) and a stripe of the head: it reads K·BLOCK_D floats at once, no loop.
-S·Hq·K·(D + 1)·4 bytes are read.
+    out = Σ exp(lse_k) · partial_k / (Σ exp(lse_k) + exp(sink))
+
+A part may be empty: then its lse is -inf and its average is not read. A row whose parts are all empty becomes zero. The
+sink, a learned logit that takes probability and gives no value, joins the denominator here and only here.
+
+**The cut** is computed on the device, from the lengths, by every program for itself: the host does not know lengths,
+and one recorded graph must serve them all. A kv head has room for `target` parts; `share`, the keys of all sequences
+over `target`, is what a part should hold; a sequence gets as many parts as shares fit into it, rounded, and at least
+one. So one long sequence fills the device, many equal ones are not cut at all, and the one long among many short ones
+is. There are at most target + S - 1 parts, numbered sequence by sequence: that is the grid. Batch-invariant mode cuts
+each sequence by its own length alone (`FIXED`), and so gives it the same bits whatever its neighbours are.
+
+One program = one (sequence, query head). It reads parts·(D + 1)·4 bytes; programs of sequences in one part end at once.
 
 Source: Dao et al., "Flash-Decoding for long-context inference", 2023; sinks: gpt-oss's reference implementation.
 
-Before: `attention_decode.py`, which leaves the parts.  After: the output projection.
+Before: `attention_decode.py` and `attention_verify.py`, which leave the parts.  After: the output projection.
 """
 
 import torch
 import triton
 import triton.language as tl
+from attrs import frozen
 
-from .launch import cdiv, choose, next_power_of_2, use_kernel
+from .launch import choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
-MAX_SPLITS = 1024
-STRIPE = 8192  # floats of partial rows that one program holds in registers
+PROGRAMS = 2  # attention programs for each processor of the device; measured: more cost more than they bring
+LEAST = 64  # keys that are worth a part of their own
+# Batch-invariant: a part for every so many keys, up to so many parts.
+FIXED_LEAST, FIXED_MOST = 512, 16
+CHUNK = 4096  # floats of partial rows that a program holds at a time
+
+
+@frozen
+class Cut:
+    """How many parts there are room for. What the cut kernels and the merge must agree on.
+
+    Attributes:
+        target: parts of one kv head that fill the device.
+        parts: most parts of one kv head, over all sequences: the grid.
+        merges: most sequences in more than one part.
+        least: keys that are worth a part.
+        fixed: most parts of a sequence if the cut may not depend on its neighbours, else 0.
+        window, queries: of the attention; a sequence has no more than window + queries - 1 keys to read.
+    """
+
+    target: int
+    parts: int
+    merges: int
+    least: int
+    fixed: int
+    window: int = 0
+    queries: int = 1
+
+    def constants(self, sequences: int) -> dict[str, int]:
+        """The kernels' compile-time arguments; few values of BLOCK_S, for each is a kernel to compile."""
+        block = next((size for size in (1, 32, 256) if sequences <= size), next_power_of_2(sequences))
+        return {
+            "WINDOW": self.window,
+            "QUERIES": self.queries,
+            "LEAST": self.least,
+            "FIXED": self.fixed,
+            "BLOCK_S": block,
+        }
+
+
+def make_cut(sequences: int, kv_heads: int, programs: int, *, invariant: bool, window: int = 0, queries: int = 1) -> Cut:
+    """The cut for this many sequences on a device that `programs` programs fill."""
+    if invariant:
+        parts = sequences * FIXED_MOST
+        return Cut(1, parts, sequences, FIXED_LEAST, FIXED_MOST, window, queries)
+    target = max(programs // kv_heads, 1)
+    # More than one part means at least 1.5 shares, and there are no more than `target` shares.
+    merges = min(sequences, target * 2 // 3)
+    return Cut(target, target + sequences - 1, merges, LEAST, 0, window, queries)
+
+
+@triton.jit
+def keys_of(length, WINDOW: tl.constexpr, QUERIES: tl.constexpr):
+    """Keys that the queries of a sequence see together, at most."""
+    if WINDOW:
+        length = tl.minimum(length, WINDOW + QUERIES - 1)
+    return length
+
+
+@triton.jit
+def parts_of(keys, share, LEAST: tl.constexpr, FIXED: tl.constexpr):
+    """Into how many parts a sequence is cut: at least one, which writes the zeros if there is no key."""
+    if FIXED:
+        parts = tl.minimum(tl.cdiv(keys, LEAST), FIXED)
+    else:
+        parts = (keys + share // 2) // share
+    return tl.maximum(parts, 1)
+
+
+@triton.jit
+def parts_of_all(lens_ptr, num_seqs, target, WINDOW: tl.constexpr, QUERIES: tl.constexpr, LEAST: tl.constexpr,
+                 FIXED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """The number of parts of each sequence [BLOCK_S], 0 behind the last, and the share."""
+    index = tl.arange(0, BLOCK_S)
+    real = index < num_seqs
+    keys = keys_of(tl.load(lens_ptr + index, mask=real, other=0), WINDOW, QUERIES)
+    share = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), target), LEAST)
+    return tl.where(real, parts_of(keys, share, LEAST, FIXED), 0), share
+
+
+@triton.jit
+def find_part(lens_ptr, num_seqs, target, item, WINDOW: tl.constexpr, QUERIES: tl.constexpr, LEAST: tl.constexpr,
+              FIXED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """Whose part number `item` is: (sequence, number of its first part, share). No part: sequence >= num_seqs."""
+    if FIXED:
+        share = target * 0
+        sequence = item // FIXED
+        first = sequence * FIXED
+    elif BLOCK_S == 1:
+        keys = keys_of(tl.load(lens_ptr), WINDOW, QUERIES)
+        share = tl.maximum(tl.cdiv(keys, target), LEAST)
+        sequence = item * 0
+        first = item * 0
+    else:
+        parts, share = parts_of_all(lens_ptr, num_seqs, target, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
+        ends = tl.cumsum(parts, axis=0)
+        past = ends <= item
+        sequence = tl.sum(past.to(tl.int32), axis=0)
+        first = tl.max(tl.where(past, ends, 0), axis=0)
+    return sequence, first, share
+
+
+@triton.jit
+def find_cut(lens_ptr, num_seqs, target, rank, WINDOW: tl.constexpr, QUERIES: tl.constexpr, LEAST: tl.constexpr,
+             FIXED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """The sequence that is the rank-th in more than one part: as `find_part`."""
+    if FIXED or BLOCK_S == 1:
+        sequence, first, share = find_part(
+            lens_ptr, num_seqs, target, rank * FIXED, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S
+        )
+    else:
+        parts, share = parts_of_all(lens_ptr, num_seqs, target, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
+        cut = parts > 1
+        before = tl.cumsum(cut.to(tl.int32), axis=0) <= rank
+        sequence = tl.sum(before.to(tl.int32), axis=0)
+        first = tl.sum(tl.where(before, parts, 0), axis=0)
+    return sequence, first, share
 
 
 def attention_merge_reference(
@@ -34,55 +159,109 @@ def attention_merge_reference(
 
 
 @triton.jit
+def join(
+    partial_ptr,  # the parts of one row: part k is at k * step * D
+    lse_ptr,  # its lse at k * step
+    step,
+    count,  # parts
+    peak,  # with a sink: (sink, 1), else (a finite floor, 0)
+    total,
+    column,
+    D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The weighed average [BLOCK_D] of one row's parts, BLOCK_K of them at a time."""
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, count, BLOCK_K):
+        part = first + tl.arange(0, BLOCK_K)
+        lse = tl.load(lse_ptr + part * step, mask=part < count, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(lse, axis=0))
+        weight = tl.exp(lse - higher)
+        filled = lse > float("-inf")
+        place = partial_ptr + (part * step)[:, None] * D + column[None, :]
+        partial = tl.load(place, mask=filled[:, None] & (column < D)[None, :], other=0.0)
+        shrink = tl.exp(peak - higher)
+        acc = acc * shrink + tl.sum(partial * weight[:, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        peak = higher
+    return acc / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "target"], do_not_specialize_on_alignment=["query_start_ptr", "lens_ptr"])
 def _attention_merge_kernel(
-    partial_ptr,  # [S, Hq, K, D] contiguous, float32
-    lse_ptr,  # [S, Hq, K] contiguous, float32; -inf: an empty split
+    partial_ptr,  # RAGGED: [parts, QUERIES, Hq, D]; else [S, Hq, K, D]; contiguous, float32
+    lse_ptr,  # the same without D; -inf: an empty part
+    query_start_ptr,  # [S + 1]; read if QUERIES > 1
+    lens_ptr,  # [S]; read if RAGGED
     sinks_ptr,  # [Hq]; read if SINKS
-    out_ptr,  # [S, Hq, D]
-    out_stride,  # elements between sequences
+    out_ptr,  # [T, Hq, D]
+    out_stride,  # elements between tokens
     out_head_stride,  # elements between heads
     heads,  # Hq
+    num_seqs,  # S
+    target,
     D: tl.constexpr,
-    K: tl.constexpr,
+    K: tl.constexpr,  # parts of every sequence; 0 if RAGGED
+    RAGGED: tl.constexpr,  # the parts are those of a cut
     SINKS: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # a power of two, at least K
-    BLOCK_D: tl.constexpr,  # a power of two
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    LEAST: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_K)
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    start_next(PDL)
+    wait_inputs(PDL)
+    row = tl.program_id(0)  # a query and a head
+    head = row % heads
+    token = tl.program_id(1).to(tl.int64)
+    if RAGGED:
+        sequence, first, share = find_cut(
+            lens_ptr, num_seqs, target, tl.program_id(1), WINDOW, QUERIES, LEAST, FIXED, BLOCK_S
+        )
+        if sequence >= num_seqs:
+            return
+        length = tl.load(lens_ptr + sequence)
+        count = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
+        if count == 1:  # its program has written the output
+            return
+        token = sequence.to(tl.int64)
+        if QUERIES > 1:
+            token = tl.load(query_start_ptr + sequence).to(tl.int64) + row // heads
+            if token >= tl.load(query_start_ptr + sequence + 1):
+                return
+        step = heads * QUERIES
+        base = first.to(tl.int64) * step + row
+    else:
+        count = K
+        step = 1
+        base = (token * heads + row) * K
 
-    lse = tl.load(lse_ptr + row * K + split, mask=split < K, other=float("-inf"))
-    # A finite floor: with every split empty, -inf minus -inf would be NaN.
-    peak = tl.maximum(tl.max(lse, axis=0), -1e30)
+    peak = tl.full([], -1e30, tl.float32)  # finite: with every part empty, -inf minus -inf would be NaN
+    total = tl.zeros([], tl.float32)
     if SINKS:
-        sink = tl.load(sinks_ptr + row % heads).to(tl.float32)
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
         peak = tl.maximum(peak, sink)
-    weight = tl.exp(lse - peak)
-    total = tl.sum(weight, axis=0)
-    if SINKS:
-        total += tl.exp(sink - peak)
-
-    filled = lse > float("-inf")
-    partial = tl.load(
-        partial_ptr + (row * K + split)[:, None] * D + column[None, :],
-        mask=filled[:, None] & (column < D)[None, :],
-        other=0.0,
-    )
-    merged = tl.sum(partial * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    place = out_ptr + (row // heads) * out_stride + (row % heads) * out_head_stride + column
+        total = tl.exp(sink - peak)
+    column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    merged = join(partial_ptr + base * D, lse_ptr + base, step, count, peak, total, column, D, BLOCK_K, BLOCK_D)
+    place = out_ptr + token * out_stride + head * out_head_stride + column
     tl.store(place, merged.to(out_ptr.dtype.element_ty), mask=column < D)
 
 
 def attention_merge(
     partial: torch.Tensor, lse: torch.Tensor, *, sinks: torch.Tensor | None = None, out: torch.Tensor
 ) -> torch.Tensor:
-    """Combine the parts that the splits of a decode left.
+    """Combine parts of which each sequence has equally many.
 
     Args:
-        partial: [S, Hq, K, D] float32, contiguous: each split's own softmax average of the values.
-        lse: [S, Hq, K] float32, contiguous: natural log of each split's denominator; -inf marks an empty split,
-            whose partial row is not read.
+        partial: [S, Hq, K, D] float32, contiguous: each part's own softmax average of the values.
+        lse: [S, Hq, K] float32, contiguous: natural log of each part's denominator; -inf marks an empty part, whose
+            partial row is not read.
         sinks: [Hq] logits that join the denominator once, or None.
         out: [S, Hq, D], written; its last dimension must be contiguous.
 
@@ -90,42 +269,66 @@ def attention_merge(
         out. Rows without any key are zero.
 
     Raises:
-        ValueError: shapes or strides that do not fit, or more than MAX_SPLITS splits.
+        ValueError: shapes or strides that do not fit.
     """
     if not use_kernel(partial):
         return attention_merge_reference(partial, lse, sinks=sinks, out=out)
-    sequences, heads, splits, head_dim = partial.shape
     _check(partial, lse, sinks, out)
-    if out.numel() == 0:
-        return out
-    block_k = next_power_of_2(splits)
-    default = {
-        "BLOCK_D": min(next_power_of_2(head_dim), max(STRIPE // block_k, 1)),
-        "num_warps": 1 if splits <= 8 else 4,
-    }
-    options = choose("attention_merge", partial, default, splits=splits, head_dim=head_dim)
-    _attention_merge_kernel[(sequences * heads, cdiv(head_dim, options["BLOCK_D"]))](
-        partial,
-        lse,
-        sinks if sinks is not None else lse,
-        out,
-        out.stride(0),
-        out.stride(1),
-        heads,
-        D=head_dim,
-        K=splits,
-        SINKS=sinks is not None,
-        BLOCK_K=block_k,
-        **options,
-    )
+    sequences, heads, parts, _ = partial.shape
+    if out.numel():
+        constants = {"K": parts, "WINDOW": 0, "QUERIES": 1, "LEAST": 1, "FIXED": 0, "BLOCK_S": 1}
+        _launch((partial, lse), (lse, lse), sinks, out, (heads, sequences), (sequences, 1), constants)
     return out
 
 
+def merge_cut(parts, cut: Cut, where, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Combine the parts of a cut into `out` [T, Hq, D]; sequences in one part are left alone.
+
+    Args:
+        parts: (partial [cut.parts, cut.queries, Hq, D], lse [cut.parts, cut.queries, Hq]), float32, contiguous.
+        cut: that the parts were made by.
+        where: (query_start [S + 1], seq_lens [S]), the lengths it was made from.
+        sinks: as for `attention_merge`.
+    """
+    sequences, heads = len(where[1]), out.shape[1]
+    if cut.merges:
+        grid = heads * cut.queries, cut.merges
+        constants = {"K": 0, **cut.constants(sequences)}
+        _launch(parts, where, sinks, out, grid, (sequences, cut.target), constants)
+
+
+def _launch(parts, where, sinks, out, grid, numbers, constants) -> None:
+    head_dim = out.shape[2]
+    block_d = next_power_of_2(head_dim)
+    count = constants["K"] or 32
+    default = {
+        "BLOCK_K": min(next_power_of_2(count), max(CHUNK // block_d, 1)),
+        "BLOCK_D": block_d,
+        "num_warps": 1 if count <= 8 else 4,
+    }
+    options = choose("attention_merge", out, default, parts=count, head_dim=head_dim)
+    _attention_merge_kernel[(*grid, triton.cdiv(head_dim, options["BLOCK_D"]))](
+        *parts,
+        *where,
+        parts[1] if sinks is None else sinks,
+        out,
+        *out.stride()[:2],
+        out.shape[1],
+        *numbers,
+        D=head_dim,
+        RAGGED=constants["K"] == 0,
+        SINKS=sinks is not None,
+        **constants,
+        **options,
+        **overlap(out),
+    )
+
+
 def _check(partial, lse, sinks, out) -> None:
-    sequences, heads, splits, head_dim = partial.shape
+    sequences, heads, parts, head_dim = partial.shape
     if lse.shape != partial.shape[:3] or out.shape != (sequences, heads, head_dim):
         raise ValueError(
-            f"attention_merge: partial {list(partial.shape)} wants lse {[sequences, heads, splits]} and out "
+            f"attention_merge: partial {list(partial.shape)} wants lse {[sequences, heads, parts]} and out "
             f"{[sequences, heads, head_dim]}, got {list(lse.shape)} and {list(out.shape)}"
         )
     if not (partial.is_contiguous() and lse.is_contiguous() and out.stride(2) == 1):
@@ -134,5 +337,5 @@ def _check(partial, lse, sinks, out) -> None:
         raise ValueError(f"attention_merge: partial and lse must be float32, are {partial.dtype} and {lse.dtype}")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"attention_merge: sinks must be [{heads}], is {list(sinks.shape)}")
-    if not 0 < splits <= MAX_SPLITS:
-        raise ValueError(f"attention_merge: {splits} splits; 1 to {MAX_SPLITS} are possible")
+    if not parts:
+        raise ValueError("attention_merge: there are no parts")
