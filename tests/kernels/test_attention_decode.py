@@ -6,10 +6,11 @@ so that any read of what does not belong to a sequence shows.
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from tests.kernels.harness import assert_close, nan_like, randn
 from tinyserve.kernels import attention_decode as module
+from tinyserve.kernels.attention_merge import make_cut
 
 NO_BLOCK = 2**30
 
@@ -50,7 +51,7 @@ def fill_pages(lengths, *, kv_heads, head_dim, page, dtype, device, blocks=None,
     return Pages(keys, values, k_cache, v_cache, tables.to(device), lens)
 
 
-def dense_attention(q, k, v, *, scale, window=0, softcap=0.0, sinks=None):
+def dense_attention(q, k, v, *, scale, window=0, softcap=0.0, sinks=None, alibi=None):
     """q [M, Hq, D] are the last M tokens of k, v [N, Hkv, D]. One score matrix, in float32."""
     if len(q) == 0 or len(k) == 0:
         return torch.zeros_like(q)
@@ -60,6 +61,8 @@ def dense_attention(q, k, v, *, scale, window=0, softcap=0.0, sinks=None):
         scores = (scores / softcap).tanh() * softcap
     at = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
     key = torch.arange(len(k), device=q.device)[None]
+    if alibi is not None:
+        scores = scores + alibi.float()[:, None, None] * (key - at)
     hidden = (key > at) | (key <= at - window) if window else key > at
     weight = scores.masked_fill(hidden, -torch.inf).exp()
     total = weight.sum(-1)
@@ -74,6 +77,13 @@ def expected_decode(q, pages, **options):
         for number, (k, v) in enumerate(zip(pages.keys, pages.values, strict=True))
     ]
     return torch.cat(rows) if rows else q
+
+
+def with_head_numbers(options, heads, dtype, device):
+    """Options in which sinks and slopes, given as True, are drawn for each head."""
+    drawn = {"sinks": randn(heads, dtype=dtype, device=device, seed=3, spread=2)}
+    drawn["alibi"] = randn(heads, dtype=torch.float32, device=device, seed=4, spread=0.1).abs()
+    return {name: drawn.get(name, value) for name, value in options.items()}
 
 
 def both(name):
@@ -93,6 +103,8 @@ CASES = [
     (RAGGED, 64, 6, 2, 64, {"sinks": True, "softcap": 5.0, "window": 1}),
     ([100, 33], 256, 4, 1, 16, {"window": 64, "sinks": True}),
     ([200], 64, 40, 2, 16, {"window": 128}),
+    (RAGGED, 64, 6, 2, 64, {"alibi": True}),
+    ([300], 64, 8, 2, 16, {"alibi": True, "sinks": True, "softcap": 5.0, "window": 150}),
     ([7], 16, 1, 1, 16, {}),
     ([0, 0], 64, 2, 2, 16, {"sinks": True}),
     ([], 64, 2, 2, 16, {}),
@@ -104,9 +116,7 @@ CASES = [
 def test_decode_is_dense_softmax(device, dtype, implementation, lengths, head_dim, heads, kv_heads, page, options):
     pages = fill_pages(lengths, kv_heads=kv_heads, head_dim=head_dim, page=page, dtype=dtype, device=device)
     q = randn(len(lengths), heads, head_dim, dtype=dtype, device=device, spread=2)
-    options = dict(options, scale=head_dim**-0.5)
-    if options.get("sinks"):
-        options["sinks"] = randn(heads, dtype=dtype, device=device, seed=3, spread=2)
+    options = with_head_numbers(dict(options, scale=head_dim**-0.5), heads, dtype, device)
 
     def call():
         return getattr(module, implementation)(
@@ -119,17 +129,51 @@ def test_decode_is_dense_softmax(device, dtype, implementation, lengths, head_di
     assert torch.equal(out, call())
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, 64])
-def test_the_number_of_splits_does_not_show(device, monkeypatch, splits):
-    """Breaks if a split takes a key twice or loses one, or if an empty split (65 keys are two tiles) counts."""
-    monkeypatch.setattr(module, "count_splits", lambda *_: splits)
-    pages = fill_pages([65, 0, 200], kv_heads=1, head_dim=64, page=64, dtype=torch.float32, device=device)
-    q = randn(3, 2, 64, dtype=torch.float32, device=device)
-    options = {"scale": 0.2, "window": 150, "sinks": torch.tensor([1.0, -1.0], device=device)}
+# Lengths that need every part there is room for: half a share too many each; one long one among empty ones.
+CUTS = [
+    # parts that fill the device, lengths, window
+    (1, [65, 0, 500], 0),
+    (3, [96, 96], 0),
+    (10, [1000] + 40 * [0], 0),
+    (7, [65, 0, 700, 1, 64], 0),
+    (40, [300, 1900, 64, 129], 0),
+    (8, [65, 0, 700], 350),
+    (4, [513], 0),
+]
 
-    out = module.attention_decode(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, max_seq_len=200, **options)
+
+@pytest.mark.parametrize("target, lengths, window", CUTS)
+def test_the_number_of_parts_does_not_show(device, monkeypatch, target, lengths, window):
+    """Breaks if a part takes a key twice or loses one, if an empty part counts, or a part lies outside the grid."""
+    facts = module.launch.facts(torch.device(device))
+    monkeypatch.setattr(module.launch, "facts", lambda _: evolve(facts, processors=target))
+    monkeypatch.setattr(module, "PROGRAMS", 1)
+    pages = fill_pages(lengths, kv_heads=1, head_dim=16, page=64, dtype=torch.float32, device=device)
+    q = randn(len(lengths), 2, 16, dtype=torch.float32, device=device)
+    options = {"scale": 0.3, "window": window, "sinks": torch.tensor([1.0, -1.0], device=device)}
+
+    out = module.attention_decode(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, max_seq_len=1, **options)
 
     assert_close(out, expected_decode(q, pages, **options))
+
+
+def test_batch_invariant_bits(device):
+    """Breaks at the 1100 keys in the middle if the cut of a sequence looks at its neighbours."""
+    lengths = [30, 1100, 600, 0, 700]
+    pages = fill_pages(lengths, kv_heads=1, head_dim=16, page=64, dtype=torch.float32, device=device)
+    q = randn(len(lengths), 2, 16, dtype=torch.float32, device=device)
+
+    def call(rows):
+        where = pages.tables[rows].contiguous(), pages.lens[rows].contiguous()
+        return module.attention_decode(
+            q[rows], pages.k_cache, pages.v_cache, *where, scale=0.3, max_seq_len=1100, batch_invariant=True
+        )
+
+    together = call(slice(0, 5))
+
+    assert_close(together, expected_decode(q, pages, scale=0.3))
+    for rows in (slice(1, 2), slice(1, 3), slice(2, 5)):
+        assert torch.equal(call(rows), together[rows])
 
 
 @both("attention_decode")
@@ -186,12 +230,15 @@ def test_the_reference_takes_sequences_of_any_lengths_together():
     assert_close(out, expected_decode(q, pages, scale=0.1, window=20))
 
 
-def test_the_number_of_splits():
-    """Breaks if splits are more than tiles, more than fill the device, or not a power of two."""
-    assert module.count_splits(8, 32768, 64) == 32
-    assert module.count_splits(1, 256, 64) == 4
-    assert module.count_splits(3, 10**6, 64) == 64
-    assert module.count_splits(264, 4096, 64) == module.count_splits(10**4, 1, 64) == 1
+def test_room_for_parts():
+    """Breaks if one sequence of 32k keys gets less than the device, or 256 equal ones are cut."""
+    cut = make_cut(1, 8, 264, invariant=False)
+    assert (cut.target, cut.parts, cut.merges) == (33, 33, 1)
+    cut = make_cut(256, 8, 264, invariant=False)
+    assert (cut.parts, cut.merges) == (33 + 255, 22)
+    assert make_cut(300, 512, 264, invariant=False).merges == 0
+    cut = make_cut(2, 8, 264, invariant=True, window=100, queries=4)
+    assert (cut.parts, cut.merges, cut.window, cut.queries) == (32, 2, 100, 4)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +254,7 @@ def test_the_number_of_splits():
         ),
         ({"block_tables": torch.zeros(3, 2, dtype=torch.int32).t()}, "rows must be contiguous"),
         ({"sinks": torch.zeros(2)}, r"sinks must be \[4\], is \[2\]"),
+        ({"alibi": torch.zeros(2, 4)}, r"alibi must be \[4\], is \[2, 4\]"),
         ({"k_cache": torch.zeros(4, 2, 24, 64), "v_cache": torch.zeros(4, 2, 24, 64)}, "blocks of 24 tokens"),
     ],
 )
@@ -246,8 +294,7 @@ def compile_cases():
     def case(dtype, head_dim, page, max_seq_len, **options):
         cache = torch.empty(8, 2, page, head_dim, dtype=dtype)
         tables, lens = torch.empty(2, 64, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-        if options.pop("sinks", False):
-            options["sinks"] = torch.empty(8, dtype=dtype)
+        options = with_head_numbers(options, 8, dtype, "meta")
         q = torch.empty(2, 8, head_dim, dtype=dtype)
         module.attention_decode(q, cache, cache, tables, lens, scale=0.1, max_seq_len=max_seq_len, **options)
 
@@ -257,7 +304,8 @@ def compile_cases():
         (torch.bfloat16, 64, 16, 4096, {}),
         (torch.bfloat16, 80, 64, 4096, {"sinks": True}),
         (torch.bfloat16, 128, 64, 4096, {}),
-        (torch.bfloat16, 128, 64, 64, {"sinks": True, "window": 1024}),
+        (torch.bfloat16, 128, 64, 64, {"sinks": True, "window": 1024, "alibi": True}),
+        (torch.bfloat16, 128, 16, 64, {"batch_invariant": True}),
         (torch.bfloat16, 256, 64, 4096, {"softcap": 50.0, "window": 1024}),
     ):
         yield lambda args=(dtype, head_dim, page, longest), options=options: case(*args, **options)

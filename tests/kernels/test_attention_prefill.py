@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.harness import assert_close, nan_like, randn
-from tests.kernels.test_attention_decode import both, dense_attention, fill_pages
+from tests.kernels.test_attention_decode import both, dense_attention, fill_pages, with_head_numbers
 from tinyserve.kernels import attention_prefill as module
 
 
@@ -35,6 +35,7 @@ CASES = [
     ([(130, 300)], 128, 4, 1, 64, {"window": 100, "softcap": 5.0, "sinks": True}),
     ([(100, 100), (1, 90)], 256, 2, 1, 16, {}),
     ([(200, 260)], 64, 3, 1, 64, {}),
+    ([(70, 160), (1, 3)], 64, 3, 1, 64, {"alibi": True}),
     ([(40, 90)], 64, 40, 1, 64, {}),
     ([(3, 3)], 16, 1, 1, 16, {}),
     ([(0, 0)], 64, 1, 1, 16, {}),
@@ -48,9 +49,7 @@ def test_prefill_is_dense_softmax(device, dtype, implementation, sequences, head
     query_lens, lengths = [one for one, _ in sequences], [one for _, one in sequences]
     pages = fill_pages(lengths, kv_heads=kv_heads, head_dim=head_dim, page=page, dtype=dtype, device=device)
     q = randn(sum(query_lens), heads, head_dim, dtype=dtype, device=device, spread=2)
-    options = dict(options, scale=head_dim**-0.5)
-    if options.get("sinks"):
-        options["sinks"] = randn(heads, dtype=dtype, device=device, seed=3, spread=2)
+    options = with_head_numbers(dict(options, scale=head_dim**-0.5), heads, dtype, device)
 
     def call():
         return getattr(module, implementation)(
@@ -62,6 +61,24 @@ def test_prefill_is_dense_softmax(device, dtype, implementation, sequences, head
 
     assert_close(out, expected_prefill(q, pages, query_lens, **options))
     assert torch.equal(out, call())
+
+
+@both("attention_prefill")
+def test_tokens_in_front_are_left_alone(device, implementation):
+    """Breaks at 200 single tokens in front if a tile before the first sequence is taken for one of its neighbours."""
+    pages = fill_pages([30, 40], kv_heads=1, head_dim=64, page=16, dtype=torch.float32, device=device)
+    tables = torch.cat([pages.tables[:1]] * 2 + [pages.tables[1:]])  # what lies in front in memory is readable
+    lens = torch.cat([pages.lens[:1]] * 2 + [pages.lens[1:]])
+    q = randn(240, 2, 64, dtype=torch.float32, device=device)
+    out = nan_like(q)
+
+    getattr(module, implementation)(
+        q, pages.k_cache, pages.v_cache, tables[2:], torch.tensor([198, 199, 200, 240], device=device).int()[2:],
+        lens[2:], scale=0.1, max_query_len=40, out=out,
+    )  # fmt: skip
+
+    assert out[:200].isnan().all()
+    assert_close(out[200:], dense_attention(q[200:], pages.keys[1], pages.values[1], scale=0.1))
 
 
 @both("attention_prefill")
@@ -104,9 +121,7 @@ def test_pages_through_descriptors(device, dtype, monkeypatch, options):
     monkeypatch.setattr(module, "choose", lambda _, __, default, **shape: default | {"TMA": True, "TILE": 64})
     pages = fill_pages([300, 64], kv_heads=2, head_dim=64, page=128, dtype=dtype, device=device)
     q = randn(114, 4, 64, dtype=dtype, device=device)
-    options = dict(options, scale=0.1)
-    if options.get("sinks"):
-        options["sinks"] = randn(4, dtype=dtype, device=device, seed=3)
+    options = with_head_numbers(dict(options, scale=0.1), 4, dtype, device)
 
     out = module.attention_prefill(
         q, pages.k_cache, pages.v_cache, pages.tables, starts([50, 64], device), pages.lens, max_query_len=64, **options
@@ -209,8 +224,7 @@ def compile_cases():
     def case(dtype, head_dim, page, max_query_len, **options):
         cache = torch.empty(8, 2, page, head_dim, dtype=dtype)
         tables, lens = torch.empty(2, 64, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-        if options.pop("sinks", False):
-            options["sinks"] = torch.empty(8, dtype=dtype)
+        options = with_head_numbers(options, 8, dtype, "meta")
         q, starts = torch.empty(100, 8, head_dim, dtype=dtype), torch.empty(3, dtype=torch.int32)
         module.attention_prefill(
             q, cache, cache, tables, starts, lens, scale=0.1, max_query_len=max_query_len, **options
@@ -222,7 +236,7 @@ def compile_cases():
         (torch.bfloat16, 64, 16, 4096, {}),
         (torch.bfloat16, 80, 64, 4096, {"sinks": True}),
         (torch.bfloat16, 128, 64, 4096, {}),
-        (torch.bfloat16, 128, 64, 4, {"sinks": True, "window": 1024}),
+        (torch.bfloat16, 128, 64, 4, {"sinks": True, "window": 1024, "alibi": True}),
         (torch.bfloat16, 256, 64, 4096, {"softcap": 50.0, "window": 1024}),
     ):
         yield lambda args=(dtype, head_dim, page, longest), options=options: case(*args, **options)

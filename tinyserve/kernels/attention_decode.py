@@ -22,7 +22,18 @@ import triton.language as tl
 
 from . import launch
 from .attention_merge import PROGRAMS, Cut, find_part, keys_of, make_cut, merge_cut, parts_of
-from .launch import cdiv, choose, joined, next_power_of_2, once, overlap, start_next, use_kernel, wait_inputs
+from .launch import (
+    cdiv,
+    check_attention,
+    choose,
+    joined,
+    next_power_of_2,
+    once,
+    overlap,
+    start_next,
+    use_kernel,
+    wait_inputs,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
@@ -271,7 +282,8 @@ def _attention_parts_kernel(
     heads = tl.num_programs(0) * G
     if QUERIES > 1:  # padding behind the last sequence becomes zero
         for padding in range(tl.load(query_start_ptr + num_seqs) + item, num_tokens, tl.num_programs(1)):
-            place = out_ptr + padding.to(tl.int64) * out_stride + head[:, None] * out_head_stride + column[None, :]
+            free = tl.zeros([ROWS], tl.int64) + padding
+            place = out_ptr + (free * out_stride + head * out_head_stride)[:, None] + column[None, :]
             nothing = tl.zeros([ROWS, BLOCK_D], out_ptr.dtype.element_ty)
             tl.store(place, nothing, mask=(row < G)[:, None] & (column < D)[None, :])
 
@@ -449,31 +461,6 @@ def base_2(scale: float, softcap: float) -> tuple[float, float]:
     """(scale, cap) as the kernels' `score` wants them."""
     log2e = LOG2E.value
     return (scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
-
-
-def check_attention(name: str, q, k_cache, v_cache, scale, extras, out) -> None:
-    """Refuse what the attention kernels cannot read.
-
-    Raises:
-        ValueError: with shapes and strides.
-    """
-    heads, head_dim = q.shape[1:]
-    kv_heads, page = k_cache.shape[1:3]
-    if k_cache.shape[3] != head_dim or heads % kv_heads:
-        raise ValueError(f"{name}: q {list(q.shape)} does not fit a cache of {list(k_cache.shape)}")
-    if page & (page - 1):
-        raise ValueError(f"{name}: blocks of {page} tokens; the number must be a power of two")
-    if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(
-            f"{name}: both caches must be contiguous and {list(k_cache.shape)}, v is {list(v_cache.shape)}"
-        )
-    if q.stride(2) != 1 or (out is not None and (out.shape != q.shape or out.stride(2) != 1)):
-        raise ValueError(f"{name}: q and out must agree and be contiguous in the last dimension; q is {list(q.shape)}")
-    if not scale > 0:
-        raise ValueError(f"{name}: scale must be positive, is {scale}")
-    for what, extra in zip(("sinks", "alibi"), extras, strict=True):
-        if extra is not None and extra.shape != (heads,):
-            raise ValueError(f"{name}: {what} must be [{heads}], is {list(extra.shape)}")
 
 
 def part_options(name: str, q: torch.Tensor, k_cache: torch.Tensor, sequences: int, queries: int = 1) -> dict[str, int]:

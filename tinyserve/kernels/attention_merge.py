@@ -69,7 +69,9 @@ class Cut:
         }
 
 
-def make_cut(sequences: int, kv_heads: int, programs: int, *, invariant: bool, window: int = 0, queries: int = 1) -> Cut:
+def make_cut(
+    sequences: int, kv_heads: int, programs: int, *, invariant: bool, window: int = 0, queries: int = 1
+) -> Cut:
     """The cut for this many sequences on a device that `programs` programs fill."""
     if invariant:
         parts = sequences * FIXED_MOST
@@ -91,10 +93,7 @@ def keys_of(length, WINDOW: tl.constexpr, QUERIES: tl.constexpr):
 @triton.jit
 def parts_of(keys, share, LEAST: tl.constexpr, FIXED: tl.constexpr):
     """Into how many parts a sequence is cut: at least one, which writes the zeros if there is no key."""
-    if FIXED:
-        parts = tl.minimum(tl.cdiv(keys, LEAST), FIXED)
-    else:
-        parts = (keys + share // 2) // share
+    parts = tl.minimum(tl.cdiv(keys, LEAST), FIXED) if FIXED else (keys + share // 2) // share
     return tl.maximum(parts, 1)
 
 
@@ -118,7 +117,7 @@ def find_part(lens_ptr, num_seqs, target, item, WINDOW: tl.constexpr, QUERIES: t
         sequence = item // FIXED
         first = sequence * FIXED
     elif BLOCK_S == 1:
-        keys = keys_of(tl.load(lens_ptr), WINDOW, QUERIES)
+        keys = keys_of(tl.load(lens_ptr, mask=num_seqs > 0, other=0), WINDOW, QUERIES)
         share = tl.maximum(tl.cdiv(keys, target), LEAST)
         sequence = item * 0
         first = item * 0

@@ -23,22 +23,31 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import launch
 from .attention_decode import (
-    LOG2E,
     LOWEST,
     accumulate,
     attend,
     base_2,
     by_token,
-    check_attention,
     gather,
+    head_number,
     load_keys,
     pages_of,
     score,
 )
-from .launch import cdiv, choose, next_power_of_2, use_kernel
+from .launch import (
+    cdiv,
+    check_attention,
+    choose,
+    next_power_of_2,
+    overlap,
+    start_next,
+    use_kernel,
+    wait_inputs,
+)
 
 # Queries that the reference handles at once when it has to write scores down (window, soft-cap or sinks).
 CHUNK = 512
+MANY = 1 << 20  # queries of a long prompt
 # Devices whose programs may take this much shared memory (sm_90, sm_100) have a TMA unit that wins.
 TMA_SHARED = 200 * 1024
 
@@ -56,15 +65,17 @@ def attention_prefill_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification of `attention_prefill`, with its arguments; also how the CPU serves."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     page, heads = k_cache.shape[2], k_cache.shape[1]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
-    plain = not window and not softcap and sinks is None
+    plain = not window and not softcap and sinks is None and alibi is None
     tables, caches = block_tables.unbind(), by_token(k_cache, v_cache)
-    sinks = None if sinks is None else sinks.view(heads, -1, 1, 1)
+    sinks, slopes = (None if one is None else one.view(heads, -1, 1, 1) for one in (sinks, alibi))
     out[starts[-1] :] = 0
     for number, length in enumerate(lengths):
         begin, end = starts[number], starts[number + 1]
@@ -80,28 +91,32 @@ def attention_prefill_reference(
             blocks = tables[number][low // page : cdiv(stop, page)]
             k, v = (one.transpose(0, 1).to(q.dtype) for one in gather(caches, blocks, inside))
             grouped = q[first:last].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
-            result = _attend_causally(grouped, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}
+            result = _attend_causally(grouped, k, v, **options)
             out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 
 
-def _attend_causally(q, k, v, *, scale, window, softcap, sinks):
+def _attend_causally(q, k, v, *, scale, window, softcap, sinks, slopes):
     """q [Hkv, G, M, D] are the last M tokens of k, v [Hkv, 1, N, D]."""
     queries, keys = q.shape[2], k.shape[2]
     k, v = (one.expand(-1, q.shape[1], -1, -1) for one in (k, v))
-    visible = None
-    if q.is_cpu and queries == keys and not (window or softcap or sinks is not None):
+    visible = bias = None
+    if slopes is not None:
+        at = torch.arange(keys, device=q.device)
+        bias = slopes.float() * (at - at[keys - queries :, None])
+    if q.is_cpu and queries == keys and not (window or softcap or sinks is not None or slopes is not None):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     if queries > 1:
         visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         if window:
             visible = visible.triu(keys - queries - window + 1)
-    return attend(q, k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks)
+    return attend(q, k, v, visible=visible, scale=scale, softcap=softcap, sinks=sinks, bias=bias)
 
 
 @triton.jit
 def sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence that owns query tile `tile`; num_seqs for tiles of the padding behind the last sequence.
+    """The sequence that owns query tile `tile`; num_seqs for tiles of the padding behind the last, -1 before the first.
 
     Sequence s gets the tiles from query_start[s] // BLOCK_Q + s on: always enough, at most one too many.
     """
@@ -116,9 +131,9 @@ def sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _attend_masked(
-    q, acc, peak, total, position, begin, stop, end, table_ptr, k_ptr, v_ptr, block_stride, scale, cap,
-    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr,
+    q, acc, peak, total, position, slope, begin, stop, end, table_ptr, k_ptr, v_ptr, block_stride, scale, cap,
+    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Key tiles [begin, stop), each score masked by position; keys from `end` on read as zero."""
     pages = pages_of(table_ptr, begin, end, PAGE, TILE)
@@ -126,19 +141,20 @@ def _attend_masked(
         pages_ahead = pages_of(table_ptr, key + TILE, end, PAGE, TILE)
         k = load_keys(k_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
         v = load_keys(v_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
-        place = (key + tl.arange(0, TILE))[None, :]
-        visible = place <= position[:, None]
+        place = key + tl.arange(0, TILE)
+        visible = place[None, :] <= position[:, None]
         if WINDOW:
-            visible = visible & (place > position[:, None] - WINDOW)
-        logits = tl.where(visible, score(q, k, scale, cap, SOFTCAP), float("-inf"))
-        acc, peak, total = accumulate(logits, v, acc, peak, total)
+            visible = visible & (place[None, :] > position[:, None] - WINDOW)
+        scores = score(q, k, place, position, slope, scale, cap, SOFTCAP, ALIBI)
+        scores = tl.where(visible, scores, float("-inf"))
+        acc, peak, total = accumulate(scores, v, acc, peak, total, scale, not (SOFTCAP or ALIBI))
         pages = pages_ahead
     return acc, peak, total
 
 
 # What changes from step to step must not make a new variant: counts, and slices that begin anywhere in a buffer.
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_seqs", "num_tiles"],
+    do_not_specialize=["num_tokens", "num_seqs", "num_tiles", "table_stride"],
     do_not_specialize_on_alignment=["tables_ptr", "query_start_ptr", "lens_ptr"],
 )
 def _attention_prefill_kernel(
@@ -151,6 +167,7 @@ def _attention_prefill_kernel(
     query_start_ptr,  # [S + 1] int32
     lens_ptr,  # [S] int32
     sinks_ptr,  # [Hq]; read if SINKS
+    slopes_ptr,  # [Hq]; read if ALIBI
     out_ptr,  # [T, Hq, D]
     q_stride,  # elements between tokens
     q_head_stride,  # elements between heads
@@ -171,16 +188,23 @@ def _attention_prefill_kernel(
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     TMA: tl.constexpr,  # only if D == BLOCK_D and TILE <= PAGE
     BLOCK_M: tl.constexpr,  # rows: a power of two, at least G and 16
     BLOCK_D: tl.constexpr,  # a power of two, at least D and 16
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,  # of the masked tiles
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(0) % kv_heads
     tile = num_tiles - 1 - tl.program_id(0) // kv_heads
     sequence = sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q)
+    if sequence < 0:  # query_start[0] may be anything: other tokens of the step may stand in front
+        return
     start = tl.load(query_start_ptr + sequence)
     is_padding = sequence == num_seqs
     stop = tl.load(query_start_ptr + sequence + 1, mask=sequence < num_seqs, other=0)
@@ -201,8 +225,9 @@ def _attention_prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    slope = head_number(slopes_ptr, head, row < BLOCK_M, ALIBI)
     if SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        sink = head_number(sinks_ptr, head, row < BLOCK_M, SINKS)
         peak = tl.maximum(sink, LOWEST)
         total = tl.exp2(sink - peak)
 
@@ -222,8 +247,8 @@ def _attention_prefill_kernel(
         begin = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), TILE) * TILE
         begin = tl.minimum(begin, tl.cdiv(tl.maximum(end, 0), TILE) * TILE)
         acc, peak, total = _attend_masked(
-            q, acc, peak, total, position, left, begin, end, tables_ptr, k_ptr, v_ptr, block_stride, scale, cap,
-            D, PAGE, WINDOW, SOFTCAP, BLOCK_D, TILE, STAGES,
+            q, acc, peak, total, position, slope, left, begin, end, tables_ptr, k_ptr, v_ptr, block_stride, scale, cap,
+            D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, EDGE_STAGES,
         )  # fmt: skip
     clear = tl.maximum(clear, begin)
 
@@ -237,12 +262,13 @@ def _attention_prefill_kernel(
         else:
             k = load_keys(k_ptr, pages, key, clear, block_stride, D, BLOCK_D, PAGE, TILE, False).to(q.dtype)
             v = load_keys(v_ptr, pages, key, clear, block_stride, D, BLOCK_D, PAGE, TILE, False).to(q.dtype)
-        acc, peak, total = accumulate(score(q, k, scale, cap, SOFTCAP), v, acc, peak, total)
+        scores = score(q, k, key + tl.arange(0, TILE), position, slope, scale, cap, SOFTCAP, ALIBI)
+        acc, peak, total = accumulate(scores, v, acc, peak, total, scale, not (SOFTCAP or ALIBI))
         pages = pages_ahead
 
     acc, peak, total = _attend_masked(
-        q, acc, peak, total, position, clear, end, end, tables_ptr, k_ptr, v_ptr, block_stride, scale, cap,
-        D, PAGE, WINDOW, SOFTCAP, BLOCK_D, TILE, STAGES,
+        q, acc, peak, total, position, slope, clear, end, end, tables_ptr, k_ptr, v_ptr, block_stride, scale, cap,
+        D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, EDGE_STAGES,
     )  # fmt: skip
     averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_place = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + column[None, :]
@@ -262,6 +288,8 @@ def attention_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with the new tokens of each sequence, whose keys and values are in the cache already.
@@ -270,14 +298,17 @@ def attention_prefill(
         q: [T, Hq, D]; tokens and heads may lie apart.
         k_cache, v_cache: [B, Hkv, P, D], contiguous; P a power of two. Query head h reads kv head h // (Hq / Hkv).
         block_tables: [S, at least ceil(length / P)] int32; what stands behind a sequence's last block is not read.
-        query_start: [S + 1] int32, rising from 0; sequence s owns tokens query_start[s] to query_start[s + 1]. Tokens
-            from query_start[S] on are padding and give zeros, as do queries beyond their sequence's length.
+        query_start: [S + 1] int32, rising; sequence s owns tokens query_start[s] to query_start[s + 1]. Tokens before
+            query_start[0] are left alone. Those from query_start[S] on are padding and give zeros, as do queries beyond
+            their sequence's length.
         seq_lens: [S] int32: cached and new tokens together.
-        scale: of q · k, usually D ** -0.5.
+        scale: of q · k, usually D ** -0.5; positive.
         max_query_len: at least every query length; chooses the tile.
         window: a query at i sees keys i - window + 1 to i; 0: all up to i.
         softcap: c > 0 makes a logit c · tanh(logit / c); 0: off.
         sinks: [Hq] logits that join the denominator without a value, or None.
+        alibi: [Hq] slopes m: a logit gets + m · (its key's position - its query's position), or None.
+        batch_invariant: a query's result has the same bits whatever else the step holds, and however its prompt is cut.
         out: [T, Hq, D], written if given; contiguous in its last dimension.
 
     Returns:
@@ -291,20 +322,35 @@ def attention_prefill(
             q, k_cache, v_cache, block_tables, query_start, seq_lens, scale=scale, max_query_len=max_query_len,
             window=window, softcap=softcap, sinks=sinks, out=out,
         )  # fmt: skip
-    check_attention("attention_prefill", q, k_cache, v_cache, sinks, out)
+    tensors = q, k_cache, v_cache, sinks, alibi, out
+    check_ragged("attention_prefill", tensors, scale, block_tables, query_start, seq_lens)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if out.numel():
+        options = _options(q, k_cache, MANY if batch_invariant else max_query_len)
+        caches = (k_cache, v_cache, *_boxes(k_cache, v_cache, options))
+        where = (block_tables, query_start, seq_lens)
+        factors = base_2(scale, softcap)
+        _launch(q, caches, where, (sinks, alibi), out, factors, WINDOW=window, SOFTCAP=softcap > 0, **options)
+    return out
+
+
+def check_ragged(name: str, tensors, scale, block_tables, query_start, seq_lens) -> None:
+    """Refuse what the kernels for several queries a sequence cannot read.
+
+    Args:
+        tensors: q, k_cache, v_cache, sinks, alibi, out.
+
+    Raises:
+        ValueError: with shapes and strides.
+    """
+    q, k_cache, v_cache, *extras, out = tensors
+    check_attention(name, q, k_cache, v_cache, scale, extras, out)
     sequences = len(seq_lens)
     if len(block_tables) != sequences or len(query_start) != sequences + 1 or block_tables.stride(1) != 1:
         raise ValueError(
-            f"attention_prefill: seq_lens has {sequences} sequences, block_tables {len(block_tables)} rows (each "
-            f"must be contiguous) and query_start {len(query_start)} numbers"
+            f"{name}: seq_lens has {sequences} sequences, block_tables {len(block_tables)} rows (each must be "
+            f"contiguous) and query_start {len(query_start)} numbers"
         )
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    if out.numel():
-        options = _options(q, k_cache, max_query_len)
-        caches = (k_cache, v_cache, *_boxes(k_cache, v_cache, options))
-        where = (block_tables, query_start, seq_lens)
-        _launch(q, caches, where, sinks, out, base_2(scale, softcap), WINDOW=window, SOFTCAP=softcap > 0, **options)
-    return out
 
 
 def _boxes(k_cache, v_cache, options):
@@ -316,7 +362,7 @@ def _boxes(k_cache, v_cache, options):
     return tuple(TensorDescriptor.from_tensor(one, [options["TILE"], head_dim]) for one in flat)
 
 
-def _launch(q, caches, where, sinks, out, factors, **options) -> None:
+def _launch(q, caches, where, extras, out, factors, **options) -> None:
     block_tables, _, seq_lens = where
     tokens, heads, head_dim = q.shape
     k_cache, sequences = caches[0], len(seq_lens)
@@ -327,7 +373,7 @@ def _launch(q, caches, where, sinks, out, factors, **options) -> None:
         q,
         *caches,
         *where,
-        q if sinks is None else sinks,
+        *(q if extra is None else extra for extra in extras),
         out,
         *q.stride()[:2],
         *k_cache.stride()[:2],
@@ -341,8 +387,10 @@ def _launch(q, caches, where, sinks, out, factors, **options) -> None:
         G=group,
         D=head_dim,
         PAGE=page,
-        SINKS=sinks is not None,
+        SINKS=extras[0] is not None,
+        ALIBI=extras[1] is not None,
         **options,
+        **overlap(q),
     )
 
 
@@ -369,6 +417,7 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
         "TILE": tile,
         "TMA": tma and tile <= page,
         "STAGES": stages,
+        "EDGE_STAGES": 1 if hopper else stages,
         "num_warps": 8 if crowded else 4,
     }
     return choose(

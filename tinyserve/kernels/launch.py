@@ -263,3 +263,28 @@ def check_rows(name: str, tensor: torch.Tensor, columns: int | None = None) -> N
         raise ValueError(f"{name}: expected [rows, {wanted}], got {list(tensor.shape)}")
     if tensor.stride(1) != 1 and tensor.shape[1] > 1:
         raise ValueError(f"{name}: the last dimension must be contiguous, strides are {tensor.stride()}")
+
+
+def check_attention(name: str, q, k_cache, v_cache, scale, extras, out) -> None:
+    """Refuse what the attention kernels cannot read.
+
+    Raises:
+        ValueError: with shapes and strides.
+    """
+    heads, head_dim = q.shape[1:]
+    kv_heads, page = k_cache.shape[1:3]
+    if k_cache.shape[3] != head_dim or heads % kv_heads:
+        raise ValueError(f"{name}: q {list(q.shape)} does not fit a cache of {list(k_cache.shape)}")
+    if page & (page - 1):
+        raise ValueError(f"{name}: blocks of {page} tokens; the number must be a power of two")
+    if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError(
+            f"{name}: both caches must be contiguous and {list(k_cache.shape)}, v is {list(v_cache.shape)}"
+        )
+    if q.stride(2) != 1 or (out is not None and (out.shape != q.shape or out.stride(2) != 1)):
+        raise ValueError(f"{name}: q and out must agree and be contiguous in the last dimension; q is {list(q.shape)}")
+    if not scale > 0:
+        raise ValueError(f"{name}: scale must be positive, is {scale}")
+    for what, extra in zip(("sinks", "alibi"), extras, strict=True):
+        if extra is not None and extra.shape != (heads,):
+            raise ValueError(f"{name}: {what} must be [{heads}], is {list(extra.shape)}")
