@@ -147,19 +147,23 @@ def _visible(
 
 @triton.jit
 def pages_of(table_ptr, key, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Block ids of keys [key, key + TILE): one number if a tile lies in a page, else [TILE]. Past `end`: block 0."""
+    """Block ids of keys [key, key + TILE): one number if a tile lies in a page, else [TILE]. Past `end`: block 0.
+
+    A loop that carries them must carry what was loaded: were it converted to int64 here, Triton would put this load
+    into the software pipeline, and then no other load would run ahead (a third of the bandwidth).
+    """
     if PAGE >= TILE:
         number = tl.load(table_ptr + key // PAGE, mask=key < end, other=0)
     else:
         keys = key + tl.arange(0, TILE)
         number = tl.load(table_ptr + keys // PAGE, mask=keys < end, other=0)
-    return number.to(tl.int64)
+    return number
 
 
 @triton.jit
 def load_keys(
     cache_ptr,  # [B, P, D] of one kv head
-    pages,  # what pages_of(key) gave
+    pages,  # what pages_of(key) gave; int64 before any multiplication
     key,  # first key, a multiple of TILE
     end,  # keys from here on read as zero
     block_stride,  # elements between blocks
@@ -173,9 +177,9 @@ def load_keys(
     row = tl.arange(0, TILE)
     column = tl.arange(0, BLOCK_D)
     if PAGE >= TILE:
-        place = cache_ptr + pages * block_stride + (key % PAGE + row)[:, None] * D + column[None, :]
+        place = cache_ptr + pages.to(tl.int64) * block_stride + (key % PAGE + row)[:, None] * D + column[None, :]
     else:
-        place = (cache_ptr + pages * block_stride + (row % PAGE) * D)[:, None] + column[None, :]
+        place = (cache_ptr + pages.to(tl.int64) * block_stride + (row % PAGE) * D)[:, None] + column[None, :]
     if MASKED:
         tile = tl.load(place, mask=(key + row < end)[:, None] & (column < D)[None, :], other=0.0)
     elif D == BLOCK_D:

@@ -130,17 +130,38 @@ def sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _attend_masked(
-    q, acc, peak, total, position, slope, begin, stop, end, table_ptr, k_ptr, v_ptr, block_stride, scale, cap,
-    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+def _load_tile(
+    cache_ptr, boxes, pages, kv_head, kv_heads, key, end, block_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles [begin, stop), each score masked by position; keys from `end` on read as zero."""
-    pages = pages_of(table_ptr, begin, end, PAGE, TILE)
+    """Keys or values [TILE, BLOCK_D]; with MASKED those from `end` on are zero, whatever the cache holds there."""
+    if TMA:
+        tile = boxes.load([(pages * kv_heads + kv_head) * PAGE + key % PAGE, 0])
+        if MASKED:
+            tile = tl.where((key + tl.arange(0, TILE) < end)[:, None], tile, 0.0)
+    else:
+        tile = load_keys(cache_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, MASKED)
+    return tile
+
+
+@triton.jit
+def _attend_masked(
+    q, acc, peak, total, position, slope, pages, begin, stop, end, table_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+    kv_head, kv_heads, block_stride, scale, cap,
+    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Key tiles [begin, stop), the first in `pages`, each score masked by position; values from `end` on are zero."""
     for key in tl.range(begin, stop, TILE, num_stages=STAGES):
         pages_ahead = pages_of(table_ptr, key + TILE, end, PAGE, TILE)
-        k = load_keys(k_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
-        v = load_keys(v_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
+        # A key that is no number does no harm: its score is replaced.
+        k = _load_tile(
+            k_ptr, k_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, not TMA, TMA
+        ).to(q.dtype)
+        v = _load_tile(
+            v_ptr, v_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, True, TMA
+        ).to(q.dtype)
         place = key + tl.arange(0, TILE)
         visible = place[None, :] <= position[:, None]
         if WINDOW:
@@ -195,13 +216,18 @@ def _attention_prefill_kernel(
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,  # of the masked tiles
+    HEADS_INNER: tl.constexpr,  # neighbouring programs: kv heads of one query tile, or query tiles of one kv head
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     wait_inputs(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // G
-    kv_head = tl.program_id(0) % kv_heads
-    tile = num_tiles - 1 - tl.program_id(0) // kv_heads
+    if HEADS_INNER:
+        kv_head = tl.program_id(0) % kv_heads
+        tile = num_tiles - 1 - tl.program_id(0) // kv_heads
+    else:
+        kv_head = tl.program_id(0) // num_tiles
+        tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     sequence = sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q)
     if sequence < 0:  # query_start[0] may be anything: other tokens of the step may stand in front
         return
@@ -246,29 +272,31 @@ def _attention_prefill_kernel(
         left = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
         begin = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), TILE) * TILE
         begin = tl.minimum(begin, tl.cdiv(tl.maximum(end, 0), TILE) * TILE)
+        pages = pages_of(tables_ptr, left, end, PAGE, TILE)
         acc, peak, total = _attend_masked(
-            q, acc, peak, total, position, slope, left, begin, end, tables_ptr, k_ptr, v_ptr, block_stride, scale, cap,
-            D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, EDGE_STAGES,
+            q, acc, peak, total, position, slope, pages, left, begin, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+            kv_head, kv_heads, block_stride, scale, cap, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+            EDGE_STAGES,
         )  # fmt: skip
     clear = tl.maximum(clear, begin)
 
-    pages = pages_of(tables_ptr, begin, clear, PAGE, TILE)
+    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
     for key in tl.range(begin, clear, TILE, num_stages=STAGES):
-        pages_ahead = pages_of(tables_ptr, key + TILE, clear, PAGE, TILE)
-        if TMA:
-            box = ((pages * kv_heads + kv_head) * PAGE + key % PAGE).to(tl.int32)
-            k = k_tiles.load([box, 0]).to(q.dtype)
-            v = v_tiles.load([box, 0]).to(q.dtype)
-        else:
-            k = load_keys(k_ptr, pages, key, clear, block_stride, D, BLOCK_D, PAGE, TILE, False).to(q.dtype)
-            v = load_keys(v_ptr, pages, key, clear, block_stride, D, BLOCK_D, PAGE, TILE, False).to(q.dtype)
+        pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
+        k = _load_tile(
+            k_ptr, k_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, False, TMA
+        ).to(q.dtype)
+        v = _load_tile(
+            v_ptr, v_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, False, TMA
+        ).to(q.dtype)
         scores = score(q, k, key + tl.arange(0, TILE), position, slope, scale, cap, SOFTCAP, ALIBI)
         acc, peak, total = accumulate(scores, v, acc, peak, total, scale, not (SOFTCAP or ALIBI))
         pages = pages_ahead
 
     acc, peak, total = _attend_masked(
-        q, acc, peak, total, position, slope, clear, end, end, tables_ptr, k_ptr, v_ptr, block_stride, scale, cap,
-        D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, EDGE_STAGES,
+        q, acc, peak, total, position, slope, pages, clear, end, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+        kv_head, kv_heads, block_stride, scale, cap, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+        EDGE_STAGES,
     )  # fmt: skip
     averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_place = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + column[None, :]
@@ -402,6 +430,7 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
     device = launch.facts(q.device)
     hopper = device.backend == "cuda" and device.shared >= TMA_SHARED
     tma = hopper and head_dim == block_d <= 256 and page >= 64 and q.element_size() == 2 and q.dtype == k_cache.dtype
+    tma = tma and k_cache.numel() < head_dim << 31
     # Rows of D numbers that fit; 4 KiB stay for reductions. Without wgmma, n stages keep n - 1 tiles in flight.
     room = (device.shared - 4096) // (block_d * q.element_size())
     most = max(16, next_power_of_2(group), next_power_of_2(max_query_len * group))
@@ -418,6 +447,7 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
         "TMA": tma and tile <= page,
         "STAGES": stages,
         "EDGE_STAGES": 1 if hopper else stages,
+        "HEADS_INNER": True,
         "num_warps": 8 if crowded else 4,
     }
     return choose(
