@@ -133,12 +133,12 @@ def test_decode_is_dense_softmax(device, dtype, implementation, lengths, head_di
 CUTS = [
     # parts that fill the device, lengths, window
     (1, [65, 0, 500], 0),
-    (3, [96, 96], 0),
-    (10, [1000] + 40 * [0], 0),
-    (7, [65, 0, 700, 1, 64], 0),
-    (40, [300, 1900, 64, 129], 0),
-    (8, [65, 0, 700], 350),
-    (4, [513], 0),
+    (3, [192, 192], 0),
+    (10, [1300] + 40 * [0], 0),
+    (7, [65, 0, 1000, 1, 64], 0),
+    (40, [500, 2900, 128, 129], 0),
+    (8, [65, 0, 1100], 600),
+    (4, [1025], 0),
 ]
 
 
@@ -233,9 +233,9 @@ def test_the_reference_takes_sequences_of_any_lengths_together():
 def test_room_for_parts():
     """Breaks if one sequence of 32k keys gets less than the device, or 256 equal ones are cut."""
     cut = make_cut(1, 8, 264, invariant=False)
-    assert (cut.target, cut.parts, cut.merges) == (33, 33, 1)
+    assert (cut.target, cut.parts, cut.merges) == (32, 32, 1)
     cut = make_cut(256, 8, 264, invariant=False)
-    assert (cut.parts, cut.merges) == (33 + 255, 22)
+    assert (cut.parts, cut.merges) == (32 + 255, 21)
     assert make_cut(300, 512, 264, invariant=False).merges == 0
     cut = make_cut(2, 8, 264, invariant=True, window=100, queries=4)
     assert (cut.parts, cut.merges, cut.window, cut.queries) == (32, 2, 100, 4)

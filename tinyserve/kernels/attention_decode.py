@@ -295,15 +295,19 @@ def _attention_parts_kernel(
     if sequence >= num_seqs:
         return
     length = tl.load(lens_ptr + sequence)
-    parts = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
-    if item - first >= parts:
-        return
-
     start = sequence
     queries = 1
     if QUERIES > 1:
         start = tl.load(query_start_ptr + sequence)
         queries = tl.load(query_start_ptr + sequence + 1) - start
+    token = start.to(tl.int64) + row // G
+    mine = row < tl.minimum(queries, QUERIES) * G
+    real = mine[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :], mask=real, other=0)
+    parts = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
+    if item - first >= parts:
+        return
+
     position = length - queries + row // G
     low = length * 0
     if WINDOW:
@@ -311,11 +315,6 @@ def _attention_parts_kernel(
     keys = tl.cdiv(tl.cdiv(length - low, parts), TILE) * TILE
     begin = low + (item - first) * keys
     end = tl.minimum(begin + keys, length)
-
-    token = start.to(tl.int64) + row // G
-    mine = row < tl.minimum(queries, QUERIES) * G
-    real = mine[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :], mask=real, other=0)
     slope = head_number(slopes_ptr, head, mine, ALIBI)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
@@ -486,7 +485,7 @@ def part_options(name: str, q: torch.Tensor, k_cache: torch.Tensor, sequences: i
         "TILE": tile,
         "STAGES": stages,
         "PROGRAMS": PROGRAMS * device.processors,
-        "num_warps": 4 if rows * block_d < 4096 else 8,
+        "num_warps": 4 if rows * block_d <= 8192 else 8,
     }
     shape = {"head_dim": head_dim, "group": group, "sequences": sequences, "page": k_cache.shape[2]}
     return choose(name, q, default, **shape, **({"queries": queries} if queries > 1 else {}))

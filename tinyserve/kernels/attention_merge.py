@@ -15,7 +15,8 @@ one. So one long sequence fills the device, many equal ones are not cut at all, 
 is. There are at most target + S - 1 parts, numbered sequence by sequence: that is the grid. Batch-invariant mode cuts
 each sequence by its own length alone (`FIXED`), and so gives it the same bits whatever its neighbours are.
 
-One program = one (sequence, query head). It reads parts·(D + 1)·4 bytes; programs of sequences in one part end at once.
+One program = one sequence and ROWS of its (token, query head) pairs, a row after the other. A row reads parts·(D + 1)·4
+bytes. In a large batch hardly any sequence is cut, and what counts is that few programs start to find that out.
 
 Source: Dao et al., "Flash-Decoding for long-context inference", 2023; sinks: gpt-oss's reference implementation.
 
@@ -27,10 +28,10 @@ import triton
 import triton.language as tl
 from attrs import frozen
 
-from .launch import choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .launch import cdiv, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 PROGRAMS = 2  # attention programs for each processor of the device; measured: more cost more than they bring
-LEAST = 64  # keys that are worth a part of their own
+LEAST = 128  # keys that are worth a part of their own
 # Batch-invariant: a part for every so many keys, up to so many parts.
 FIXED_LEAST, FIXED_MOST = 512, 16
 CHUNK = 4096  # floats of partial rows that a program holds at a time
@@ -77,6 +78,8 @@ def make_cut(
         parts = sequences * FIXED_MOST
         return Cut(1, parts, sequences, FIXED_LEAST, FIXED_MOST, window, queries)
     target = max(programs // kv_heads, 1)
+    if target >= 16:  # the merge reads so many at a time
+        target -= target % 16
     # More than one part means at least 1.5 shares, and there are no more than `target` shares.
     merges = min(sequences, target * 2 // 3)
     return Cut(target, target + sequences - 1, merges, LEAST, 0, window, queries)
@@ -177,9 +180,10 @@ def join(
         lse = tl.load(lse_ptr + part * step, mask=part < count, other=float("-inf"))
         higher = tl.maximum(peak, tl.max(lse, axis=0))
         weight = tl.exp(lse - higher)
-        filled = lse > float("-inf")
+        # Loaded without waiting for lse, and dropped where a part is empty: there it may hold anything.
         place = partial_ptr + (part * step)[:, None] * D + column[None, :]
-        partial = tl.load(place, mask=filled[:, None] & (column < D)[None, :], other=0.0)
+        partial = tl.load(place, mask=(part < count)[:, None] & (column < D)[None, :], other=0.0)
+        partial = tl.where((lse > float("-inf"))[:, None], partial, 0.0)
         shrink = tl.exp(peak - higher)
         acc = acc * shrink + tl.sum(partial * weight[:, None], axis=0)
         total = total * shrink + tl.sum(weight, axis=0)
@@ -209,47 +213,49 @@ def _attention_merge_kernel(
     LEAST: tl.constexpr,
     FIXED: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     wait_inputs(PDL)
-    row = tl.program_id(0)  # a query and a head
-    head = row % heads
-    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    rank = tl.program_id(1)
+    sequence = rank
+    first = rank
+    count = rank * 0 + K
     if RAGGED:
-        sequence, first, share = find_cut(
-            lens_ptr, num_seqs, target, tl.program_id(1), WINDOW, QUERIES, LEAST, FIXED, BLOCK_S
-        )
+        sequence, first, share = find_cut(lens_ptr, num_seqs, target, rank, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
         if sequence >= num_seqs:
             return
         length = tl.load(lens_ptr + sequence)
         count = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
         if count == 1:  # its program has written the output
             return
-        token = sequence.to(tl.int64)
-        if QUERIES > 1:
-            token = tl.load(query_start_ptr + sequence).to(tl.int64) + row // heads
-            if token >= tl.load(query_start_ptr + sequence + 1):
-                return
-        step = heads * QUERIES
-        base = first.to(tl.int64) * step + row
-    else:
-        count = K
-        step = 1
-        base = (token * heads + row) * K
+    token = sequence.to(tl.int64)
+    tokens = 1
+    if QUERIES > 1:
+        token = tl.load(query_start_ptr + sequence).to(tl.int64)
+        tokens = tl.load(query_start_ptr + sequence + 1) - token
 
-    peak = tl.full([], -1e30, tl.float32)  # finite: with every part empty, -inf minus -inf would be NaN
-    total = tl.zeros([], tl.float32)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        peak = tl.maximum(peak, sink)
-        total = tl.exp(sink - peak)
-    column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    merged = join(partial_ptr + base * D, lse_ptr + base, step, count, peak, total, column, D, BLOCK_K, BLOCK_D)
-    place = out_ptr + token * out_stride + head * out_head_stride + column
-    tl.store(place, merged.to(out_ptr.dtype.element_ty), mask=column < D)
+    for row in range(tl.program_id(0) * ROWS, tl.minimum(tl.program_id(0) * ROWS + ROWS, tokens * heads)):
+        head = row % heads
+        peak = tl.full([], -1e30, tl.float32)  # finite: with every part empty, -inf minus -inf would be NaN
+        total = tl.zeros([], tl.float32)
+        if SINKS:
+            sink = tl.load(sinks_ptr + head).to(tl.float32)
+            peak = tl.maximum(peak, sink)
+            total = tl.exp(sink - peak)
+        if RAGGED:
+            step = heads * QUERIES
+            base = first.to(tl.int64) * step + row
+        else:
+            step = 1
+            base = (token * heads + row) * K
+        merged = join(partial_ptr + base * D, lse_ptr + base, step, count, peak, total, column, D, BLOCK_K, BLOCK_D)
+        place = out_ptr + (token + row // heads) * out_stride + head * out_head_stride + column
+        tl.store(place, merged.to(out_ptr.dtype.element_ty), mask=column < D)
 
 
 def attention_merge(
@@ -291,28 +297,30 @@ def merge_cut(parts, cut: Cut, where, sinks: torch.Tensor | None, out: torch.Ten
     """
     sequences, heads = len(where[1]), out.shape[1]
     if cut.merges:
-        grid = heads * cut.queries, cut.merges
+        grid = heads * cut.queries, cut.merges  # rows of a sequence, sequences
         constants = {"K": 0, **cut.constants(sequences)}
         _launch(parts, where, sinks, out, grid, (sequences, cut.target), constants)
 
 
 def _launch(parts, where, sinks, out, grid, numbers, constants) -> None:
-    head_dim = out.shape[2]
+    heads, head_dim = out.shape[1:]
     block_d = next_power_of_2(head_dim)
     count = constants["K"] or 32
     default = {
+        "ROWS": 1 if grid[1] < 8 else 4,
         "BLOCK_K": min(next_power_of_2(count), max(CHUNK // block_d, 1)),
         "BLOCK_D": block_d,
         "num_warps": 1 if count <= 8 else 4,
     }
     options = choose("attention_merge", out, default, parts=count, head_dim=head_dim)
-    _attention_merge_kernel[(*grid, triton.cdiv(head_dim, options["BLOCK_D"]))](
+    blocks = cdiv(grid[0], options["ROWS"]), grid[1], cdiv(head_dim, options["BLOCK_D"])
+    _attention_merge_kernel[blocks](
         *parts,
         *where,
         parts[1] if sinks is None else sinks,
         out,
         *out.stride()[:2],
-        out.shape[1],
+        heads,
         *numbers,
         D=head_dim,
         RAGGED=constants["K"] == 0,

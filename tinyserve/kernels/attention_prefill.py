@@ -216,18 +216,13 @@ def _attention_prefill_kernel(
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,  # of the masked tiles
-    HEADS_INNER: tl.constexpr,  # neighbouring programs: kv heads of one query tile, or query tiles of one kv head
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     wait_inputs(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // G
-    if HEADS_INNER:
-        kv_head = tl.program_id(0) % kv_heads
-        tile = num_tiles - 1 - tl.program_id(0) // kv_heads
-    else:
-        kv_head = tl.program_id(0) // num_tiles
-        tile = num_tiles - 1 - tl.program_id(0) % num_tiles
+    kv_head = tl.program_id(0) % kv_heads
+    tile = num_tiles - 1 - tl.program_id(0) // kv_heads
     sequence = sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q)
     if sequence < 0:  # query_start[0] may be anything: other tokens of the step may stand in front
         return
@@ -446,8 +441,7 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
         "TILE": tile,
         "TMA": tma and tile <= page,
         "STAGES": stages,
-        "EDGE_STAGES": 1 if hopper else stages,
-        "HEADS_INNER": True,
+        "EDGE_STAGES": min(stages, 2) if hopper else stages,
         "num_warps": 8 if crowded else 4,
     }
     return choose(

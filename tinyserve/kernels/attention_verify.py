@@ -55,7 +55,7 @@ def attention_verify(
 
     Args:
         max_query_len: at least every query length, at most MOST_QUERIES; rounded up to a power of two it is part of the
-            compiled kernel. A sequence with more tokens gets only that many of its rows written.
+            compiled kernel (all of MOST_QUERIES with batch_invariant). A sequence with more tokens gets only that many of its rows written.
         others: as for `attention_prefill`; `batch_invariant` as for `attention_decode`.
 
     Returns:
@@ -76,7 +76,7 @@ def attention_verify(
         raise ValueError(f"attention_verify: max_query_len is {max_query_len}; 1 to {MOST_QUERIES} are possible")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
-        queries = max(next_power_of_2(max_query_len), 2)
+        queries = MOST_QUERIES if batch_invariant else max(next_power_of_2(max_query_len), 2)
         options = part_options("attention_verify", q, k_cache, len(seq_lens), queries)
         sizes = {"invariant": batch_invariant, "window": window, "queries": queries}
         cut = make_cut(len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS"), **sizes)
