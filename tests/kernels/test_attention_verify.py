@@ -19,7 +19,7 @@ CASES = [
     # sequences, head_dim, query heads, kv heads, page, options
     (MIXED, 64, 6, 2, 16, {}),
     (MIXED, 80, 4, 4, 64, {"window": 7, "sinks": True}),
-    (MIXED, 96, 4, 1, 32, {"softcap": 3.0, "alibi": True}),
+    (MIXED, 96, 4, 1, 32, {"softcap": 3.0, "alibi_slopes": True}),
     ([(5, 300)], 128, 8, 2, 64, {"window": 100, "softcap": 5.0, "sinks": True}),
     ([(4, 4), (2, 200)], 256, 3, 1, 16, {"sinks": True}),
     ([(3, 3)], 16, 1, 1, 16, {}),
@@ -121,7 +121,6 @@ def compile_cases():
         module.attention_verify(q, cache, cache, tables, query_start, lens, scale=0.1, max_query_len=queries, **options)
 
     for dtype, head_dim, queries, options in (
-        (torch.float32, 80, 4, {}),
         (torch.bfloat16, 128, 4, {}),
         (torch.bfloat16, 128, 16, {"sinks": True, "window": 1024}),
         (torch.bfloat16, 256, 16, {"softcap": 50.0}),

@@ -102,7 +102,7 @@ def attention_decode_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     memo: dict | None = None,
@@ -114,7 +114,7 @@ def attention_decode_reference(
     """
     heads, page, head_dim = k_cache.shape[1:]
     grouped = q.view(q.shape[0], heads, q.shape[1] // heads, head_dim)
-    sinks, slopes = (None if one is None else one.view(heads, -1, 1) for one in (sinks, alibi))
+    sinks, slopes = (None if one is None else one.view(heads, -1, 1) for one in (sinks, alibi_slopes))
     key = ("visible", block_tables.data_ptr(), page, window)
     found = once(memo, key, lambda: _visible(block_tables, seq_lens.tolist(), page, window))
     caches, results = by_token(k_cache, v_cache), []
@@ -366,7 +366,7 @@ def attention_decode(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     memo: dict | None = None,
@@ -381,11 +381,10 @@ def attention_decode(
         block_tables: [S, at least ceil(length / P)] int32; what stands behind a sequence's last block is not read.
         seq_lens: [S] int32, with the new token; 0 for padding, which gives zeros.
         scale: of q · k, usually D ** -0.5; positive.
-        max_seq_len: at least every length; only the reference may use it.
-        window: the newest `window` keys are visible; 0: all.
+        max_seq_len: at least every length; the kernel does not use it.   window: keys that are visible; 0: all.
         softcap: c > 0 makes a logit c · tanh(logit / c); 0: off.
         sinks: [Hq] logits that join the denominator without a value, or None.
-        alibi: [Hq] slopes m: a logit gets + m · (its key's position - its query's position), or None.
+        alibi_slopes: [Hq] slopes m: a logit gets + m · (its key's position - its query's position), or None.
         batch_invariant: a sequence's result has the same bits whatever its neighbours; slower for one long sequence.
         out: [S, Hq, D], written if given; contiguous in its last dimension.
         memo: of this step, for the reference (launch.py::once).
@@ -399,9 +398,9 @@ def attention_decode(
     if not use_kernel(q):
         return attention_decode_reference(
             q, k_cache, v_cache, block_tables, seq_lens, scale=scale, max_seq_len=max_seq_len, window=window,
-            softcap=softcap, sinks=sinks, alibi=alibi, out=out, memo=memo,
+            softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out, memo=memo,
         )  # fmt: skip
-    check_attention("attention_decode", q, k_cache, v_cache, scale, (sinks, alibi), out)
+    check_attention("attention_decode", q, k_cache, v_cache, scale, (sinks, alibi_slopes), out)
     if block_tables.shape[0] != q.shape[0] or seq_lens.shape != q.shape[:1] or block_tables.stride(1) != 1:
         raise ValueError(
             f"attention_decode: {q.shape[0]} sequences, but block_tables (rows must be contiguous) is "
@@ -410,10 +409,10 @@ def attention_decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
         options = part_options("attention_decode", q, k_cache, len(seq_lens))
-        invariant = {"invariant": batch_invariant, "window": window}
-        cut = make_cut(len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS"), **invariant)
+        sizes = len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS")
+        cut = make_cut(*sizes, invariant=batch_invariant, window=window)
         where = (block_tables, seq_lens, seq_lens)
-        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi), out, base_2(scale, softcap), cut, options)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, base_2(scale, softcap), cut, options)
     return out
 
 

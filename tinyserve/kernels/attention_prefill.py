@@ -65,7 +65,7 @@ def attention_prefill_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -73,9 +73,9 @@ def attention_prefill_reference(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     page, heads = k_cache.shape[2], k_cache.shape[1]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
-    plain = not window and not softcap and sinks is None and alibi is None
+    plain = not window and not softcap and sinks is None and alibi_slopes is None
     tables, caches = block_tables.unbind(), by_token(k_cache, v_cache)
-    sinks, slopes = (None if one is None else one.view(heads, -1, 1, 1) for one in (sinks, alibi))
+    sinks, slopes = (None if one is None else one.view(heads, -1, 1, 1) for one in (sinks, alibi_slopes))
     out[starts[-1] :] = 0
     for number, length in enumerate(lengths):
         begin, end = starts[number], starts[number + 1]
@@ -311,7 +311,7 @@ def attention_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -330,7 +330,7 @@ def attention_prefill(
         window: a query at i sees keys i - window + 1 to i; 0: all up to i.
         softcap: c > 0 makes a logit c · tanh(logit / c); 0: off.
         sinks: [Hq] logits that join the denominator without a value, or None.
-        alibi: [Hq] slopes m: a logit gets + m · (its key's position - its query's position), or None.
+        alibi_slopes: [Hq] slopes m: a logit gets + m · (its key's position - its query's position), or None.
         batch_invariant: a query's result has the same bits whatever else the step holds, and however its prompt is cut.
         out: [T, Hq, D], written if given; contiguous in its last dimension.
 
@@ -345,7 +345,7 @@ def attention_prefill(
             q, k_cache, v_cache, block_tables, query_start, seq_lens, scale=scale, max_query_len=max_query_len,
             window=window, softcap=softcap, sinks=sinks, out=out,
         )  # fmt: skip
-    tensors = q, k_cache, v_cache, sinks, alibi, out
+    tensors = q, k_cache, v_cache, sinks, alibi_slopes, out
     check_ragged("attention_prefill", tensors, scale, block_tables, query_start, seq_lens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
@@ -353,7 +353,7 @@ def attention_prefill(
         caches = (k_cache, v_cache, *_boxes(k_cache, v_cache, options))
         where = (block_tables, query_start, seq_lens)
         factors = base_2(scale, softcap)
-        _launch(q, caches, where, (sinks, alibi), out, factors, WINDOW=window, SOFTCAP=softcap > 0, **options)
+        _launch(q, caches, where, (sinks, alibi_slopes), out, factors, WINDOW=window, SOFTCAP=softcap > 0, **options)
     return out
 
 
@@ -361,7 +361,7 @@ def check_ragged(name: str, tensors, scale, block_tables, query_start, seq_lens)
     """Refuse what the kernels for several queries a sequence cannot read.
 
     Args:
-        tensors: q, k_cache, v_cache, sinks, alibi, out.
+        tensors: q, k_cache, v_cache, sinks, alibi_slopes, out.
 
     Raises:
         ValueError: with shapes and strides.

@@ -47,15 +47,16 @@ def attention_verify(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with up to MOST_QUERIES new tokens of each sequence, whose keys and values are in the cache already.
 
     Args:
-        max_query_len: at least every query length, at most MOST_QUERIES; rounded up to a power of two it is part of the
-            compiled kernel (all of MOST_QUERIES with batch_invariant). A sequence with more tokens gets only that many of its rows written.
+        max_query_len: at least every query length, at most MOST_QUERIES. It is part of the compiled kernel, rounded up
+            to a power of two, or with batch_invariant to MOST_QUERIES. Of a longer sequence only so many rows are
+            written.
         others: as for `attention_prefill`; `batch_invariant` as for `attention_decode`.
 
     Returns:
@@ -67,10 +68,10 @@ def attention_verify(
     if not use_kernel(q):
         return attention_verify_reference(
             q, k_cache, v_cache, block_tables, query_start, seq_lens, scale=scale, max_query_len=max_query_len,
-            window=window, softcap=softcap, sinks=sinks, alibi=alibi, out=out,
+            window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out,
         )  # fmt: skip
     check_ragged(
-        "attention_verify", (q, k_cache, v_cache, sinks, alibi, out), scale, block_tables, query_start, seq_lens
+        "attention_verify", (q, k_cache, v_cache, sinks, alibi_slopes, out), scale, block_tables, query_start, seq_lens
     )
     if not 0 < max_query_len <= MOST_QUERIES:
         raise ValueError(f"attention_verify: max_query_len is {max_query_len}; 1 to {MOST_QUERIES} are possible")
@@ -81,5 +82,5 @@ def attention_verify(
         sizes = {"invariant": batch_invariant, "window": window, "queries": queries}
         cut = make_cut(len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS"), **sizes)
         where = (block_tables, query_start, seq_lens)
-        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi), out, base_2(scale, softcap), cut, options)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, base_2(scale, softcap), cut, options)
     return out

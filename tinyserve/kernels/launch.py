@@ -285,6 +285,6 @@ def check_attention(name: str, q, k_cache, v_cache, scale, extras, out) -> None:
         raise ValueError(f"{name}: q and out must agree and be contiguous in the last dimension; q is {list(q.shape)}")
     if not scale > 0:
         raise ValueError(f"{name}: scale must be positive, is {scale}")
-    for what, extra in zip(("sinks", "alibi"), extras, strict=True):
+    for what, extra in zip(("sinks", "alibi_slopes"), extras, strict=True):
         if extra is not None and extra.shape != (heads,):
             raise ValueError(f"{name}: {what} must be [{heads}], is {list(extra.shape)}")

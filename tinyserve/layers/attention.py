@@ -4,7 +4,7 @@ A step mixes sequences that compute one token (decodes; they stand first in the 
 (prefills). Both read the same cache; each kind has its kernel. All sequences of a step write their keys and values
 before any of them attends, so a query finds its own key in the cache like every other.
 
-Before: layers/{linear,norm,rope}.py, kernels/{rope,attention_decode,attention_prefill}.py.  After: models/.
+Before: layers/{linear,norm,rope}.py, kernels/rope.py, kernels/attention_{decode,verify,prefill}.py.  After: models/.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention_decode import attention_decode
 from ..kernels.attention_prefill import attention_prefill
+from ..kernels.attention_verify import MOST_QUERIES, attention_verify
 from ..kernels.rope import qk_norm_rope_write
 from ..kv.groups import LayerKV
 from .fold import Normed, Product, handed_on
@@ -182,4 +183,5 @@ class Attention(nn.Module):
             attention_decode(*one_token, max_seq_len=batch.max_seq_len, out=out[:decodes], **options)
         # query_start counts from the first row of q, so the prefills are addressed where they stand.
         rest = (q, cache.k, cache.v, tables[decodes:], batch.query_start[decodes:], lengths[decodes:])
-        return attention_prefill(*rest, max_query_len=batch.max_query_len, out=out, **options)
+        several = attention_verify if batch.max_query_len <= MOST_QUERIES else attention_prefill
+        return several(*rest, max_query_len=batch.max_query_len, out=out, **options)
