@@ -164,7 +164,7 @@ def compile_only(target: str) -> Iterator[list[Built]]:
     """
     goal, built, seen, run = TARGETS[target], [], set(), JITFunction.run
     overlaps = goal.gpu.backend == "cuda" and goal.gpu.arch >= 90
-    facts = launch.DeviceFacts(target, goal.gpu.backend, goal.shared, 132, overlaps)
+    facts = launch.DeviceFacts(target, goal.gpu.backend, goal.shared, 132, overlaps, goal.gpu.warp_size)
 
     def compile_it(self, *args, grid, warmup, **kwargs):
         if self not in seen:  # a kernel keeps what it compiled by device number, and that is 0 for every target

@@ -3,10 +3,12 @@
 As in `test_attention_decode.py`: NaN in the cache wherever no token was written, impossible ids behind the last block.
 """
 
+import re
+
 import pytest
 import torch
 
-from tests.kernels.harness import assert_close, nan_like, randn
+from tests.kernels.harness import assert_close, compile_only, nan_like, randn
 from tests.kernels.test_attention_decode import both, dense_attention, fill_pages, with_head_numbers
 from tinyserve.kernels import attention_prefill as module
 
@@ -218,6 +220,18 @@ def test_more_than_2_to_the_31_elements(device):
 
     assert torch.equal(first, second)
     assert_close(first, expected_prefill(q, low, [150, 65], scale=0.2))
+
+
+@pytest.mark.skipif(module.launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
+def test_nothing_spills_on_rdna():
+    """Breaks at 74 registers spilled (head size 128, gfx1100) if a program holds more than its 256."""
+    with compile_only("gfx1100") as built:
+        cache, lens = torch.empty(8, 2, 64, 128, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int32)
+        q, query_start = torch.empty(100, 8, 128, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int32)
+        tables = torch.empty(2, 64, dtype=torch.int32)
+        module.attention_prefill(q, cache, cache, tables, query_start, lens, scale=0.1, max_query_len=4096)
+
+    assert re.findall(r"vgpr_spill_count: +(\d+)", built[0].kernel.asm["amdgcn"]) == ["0"]
 
 
 def compile_cases():

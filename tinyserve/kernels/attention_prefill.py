@@ -431,7 +431,7 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
     most = max(16, next_power_of_2(group), next_power_of_2(max_query_len * group))
     rows, tile, stages = next(
         (max(min(rows, most), next_power_of_2(group)), tile, stages)
-        for rows, tile, stages in _sizes(device.backend, q.element_size(), block_d, tma)
+        for rows, tile, stages in _sizes(device, q.element_size(), block_d, tma)
         if min(rows, most) + 2 * tile * (stages if hopper else max(stages - 1, 1)) <= room or tile == 16
     )
     crowded = rows * (block_d + tile) * q.element_size() > 24576 or device.backend == "hip"
@@ -449,14 +449,16 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
     )
 
 
-def _sizes(backend: str, item_size: int, block_d: int, tma: bool) -> tuple[tuple[int, int, int], ...]:
+def _sizes(device: launch.DeviceFacts, item_size: int, block_d: int, tma: bool) -> tuple[tuple[int, int, int], ...]:
     """(rows, keys, stages) in the order to try them."""
-    if backend == "cpu":
+    if device.backend == "cpu":
         return ((128, 64, 1), (16, 16, 1))  # the interpreter pays by the program
     if item_size == 4:
         first = ()  # no tensor cores: large tiles only spill
-    elif backend == "hip":
-        first = ((64, 32, 2),) if block_d <= 128 else ()  # more spills on RDNA, whose registers are few
+    elif device.backend == "hip" and device.lanes == 32:  # more spills: 256 registers, and tiles on their way hold some
+        first = ((64, 32, 2),) if block_d <= 64 else ((64, 32, 1),) if block_d <= 128 else ((32, 16, 1),)
+    elif device.backend == "hip":
+        first = ((64, 32, 2),) if block_d <= 128 else ()
     elif tma:
         first = ((64, 64, 3), (64, 64, 2), (64, 32, 2))  # measured: two programs a processor beat larger tiles
     else:

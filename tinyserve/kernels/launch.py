@@ -55,6 +55,7 @@ class DeviceFacts:
         shared: bytes of shared memory that one program may take.
         processors: multiprocessors, that is programs which run at once if each needs a whole one.
         overlaps: whether kernels may be launched before the one in front has ended.
+        lanes: threads of a warp: 32, but 64 on AMD's gfx9, which also has twice the registers of gfx11.
     """
 
     name: str
@@ -62,6 +63,7 @@ class DeviceFacts:
     shared: int
     processors: int
     overlaps: bool = False
+    lanes: int = 32
 
 
 @frozen
@@ -166,6 +168,7 @@ def facts(device: torch.device) -> DeviceFacts:
         shared=properties["max_shared_mem"],
         processors=properties["multiprocessor_count"],
         overlaps=target.backend == "cuda" and target.arch >= 90,
+        lanes=target.warp_size,
     )
 
 
