@@ -7,6 +7,7 @@ Before: text/template.py, intake.py (the threads, the limits).  After: engine.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from attrs import frozen
 
 from ..errors import RequestError
+from ..text.fence import Fence
 from ..text.template import ChatTemplate
 from .intake import Intake
 from .parts import Parts
@@ -30,6 +32,7 @@ class ChatOptions:
         chat_template: another template than the model's.
         add_special_tokens: let the tokenizer add BOS as well; for templates that do not.
         chat_template_kwargs: more variables for the template.
+        untrusted: the template came over the network: it is rendered behind a fence.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -39,6 +42,7 @@ class ChatOptions:
     chat_template: str | None = None
     add_special_tokens: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
+    untrusted: bool = False
 
 
 class Chat:
@@ -47,8 +51,9 @@ class Chat:
     def __init__(self, parts: Parts, intake: Intake) -> None:
         self._template: ChatTemplate | None = parts.template
         self._intake = intake
-        special = parts.tokenizer.facts.special_tokens
+        self._special = special = parts.tokenizer.facts.special_tokens
         self._compile = lru_cache(8)(lambda text: ChatTemplate(text, special_tokens=special))
+        self._fence = Fence()
 
     def template(self, options: ChatOptions) -> ChatTemplate:
         """The template to use. Raises: RequestError: the model has none and the call brings none."""
@@ -63,14 +68,7 @@ class Chat:
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
         """The conversation as text; takes a few milliseconds, so call it off the loop."""
-        return self.template(options).render(
-            messages,
-            tools=options.tools,
-            documents=options.documents,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-            variables=options.chat_template_kwargs,
-        )
+        return self.template(options).render(messages, **_keywords(options))
 
     async def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[int]]:
         """Text and ids of a conversation; the options are those of ChatOptions.
@@ -79,8 +77,34 @@ class Chat:
         """
         chosen = ChatOptions(**options)
 
+        fenced = await self._fenced(messages, chosen) if chosen.untrusted and chosen.chat_template else None
+
         def work() -> tuple[str, list[int]]:
-            text = self.render(messages, chosen)
+            text = self.render(messages, chosen) if fenced is None else fenced
             return text, self._intake.encode_prompt(text, add_special_tokens=chosen.add_special_tokens)
 
         return await self._intake.off_loop(work)
+
+    async def _fenced(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        job = {
+            "template": options.chat_template,
+            "special_tokens": dict(self._special),
+            "messages": messages,
+            "options": _keywords(options),
+        }
+        return await self._fence.render(await self._intake.off_loop(lambda: json.dumps(job).encode()))
+
+    async def close(self) -> None:
+        """End the process that renders the templates of strangers, if there is one."""
+        await self._fence.close()
+
+
+def _keywords(options: ChatOptions) -> dict[str, Any]:
+    """What goes to ChatTemplate.render beside the messages."""
+    return {
+        "tools": options.tools,
+        "documents": options.documents,
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
+        "variables": options.chat_template_kwargs,
+    }

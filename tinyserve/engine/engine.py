@@ -342,6 +342,7 @@ class Engine:
             for task in self._tasks:
                 task.cancel()
         self.intake.close()
+        await self.chat.close()
         self.parts = evolve(self.parts, model=None)
         await _in_own_thread(self.machine.close)
 

@@ -134,6 +134,7 @@ def template_options(fields: Fields, service: Service, *, generation: bool = Tru
         "add_generation_prompt": fields.flag("add_generation_prompt", generation and not keep_open),
         "continue_final_message": keep_open,
         "chat_template": fields.text("chat_template"),
+        "untrusted": True,
         "chat_template_kwargs": {**service.config.server.default_chat_template_kwargs, **kwargs},
         "add_special_tokens": fields.flag("add_special_tokens"),
     }
