@@ -151,7 +151,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     )
 
 
-def _served(model: Any, asked: int | None, tokenizer_limit: int | None, device: Device) -> int:
+def _served(model: Any, asked: int | None, tokenizer_limit: int | None, device: Any) -> int:
     """The context in tokens, as of `context`; the model's tables are made for no longer one."""
     longest = context(asked, model.config.max_model_len, tokenizer_limit)
     if longest < model.config.max_model_len:
