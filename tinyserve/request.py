@@ -21,6 +21,7 @@ from attrs import Converter, field, frozen
 from . import checks
 from .checks import INT64, as_logprobs, as_texts, as_tokens, integer, number, refuse, token_list
 from .errors import RequestError, shown
+from .structured import Constraint, StructuredOutputsParams
 
 MIN_TEMPERATURE = 0.01  # below it fp32 logits / t overflow towards one-hot anyway; 0 itself means greedy
 GREEDY_BELOW = 1e-5
@@ -107,6 +108,8 @@ class SamplingParams:
         flat_logprobs: report logprobs in one FlatLogprobs instead of one dict per token.
         output_kind: None leaves it to the face: Engine.generate gives DELTA. LLM always gives whole answers.
         stream_interval: tokens per output; the server's --stream-interval if that is larger.
+        structured_outputs: a StructuredOutputsParams, or a mapping of its fields.
+        thinking_token_budget: tokens of the thought before an answer; -1 and None for no limit.
     """
 
     n: int = field(default=1, validator=integer(1, MAX_N))
@@ -143,8 +146,8 @@ class SamplingParams:
     repetition_detection: RepetitionDetectionParams | None = field(default=None, converter=RepetitionDetectionParams.of)
     skip_reading_prefix_cache: bool | None = field(default=None, validator=checks.optional_flag)
     extra_args: Mapping[str, Any] | None = field(default=None, validator=checks.extra_args)
-    structured_outputs: Any = field(default=None, validator=checks.later())
-    thinking_token_budget: int | None = field(default=None, validator=checks.later(-1))
+    structured_outputs: StructuredOutputsParams | None = field(default=None, converter=StructuredOutputsParams.of)
+    thinking_token_budget: int | None = field(default=None, validator=_count)
     trace_decode_token_ids: Any = field(default=None, validator=checks.later())
     routed_experts_prompt_start: int | None = field(default=None, validator=checks.later())
     watermarking: Any = field(default=None, validator=checks.later(False))
@@ -212,14 +215,6 @@ class PoolingParams:
 
 
 @frozen(kw_only=True)
-class Constraint:
-    """A grammar that the answer must satisfy. kind: json, regex, choice, grammar, json_object, structural_tag."""
-
-    kind: str
-    value: Any
-
-
-@frozen(kw_only=True)
 class Media:
     """One image, clip or recording of a prompt. offset, length: the prompt positions that it fills."""
 
@@ -246,6 +241,7 @@ class Request:
         arrival: time.monotonic() when the front took it.
         cache_salt: requests share cached prefixes only with an equal salt.
         adapter: name of the LoRA adapter, or None.
+        constraint: the grammar of the answer, and the thought before it, or None.
     """
 
     id: str
@@ -274,6 +270,11 @@ class Request:
         if self.sampling.skip_reading_prefix_cache is not None:
             return not self.sampling.skip_reading_prefix_cache
         return not self.scores_prompt
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether tokens of the answer are masked by a grammar, which also decides when it may end."""
+        return self.constraint is not None and self.constraint.kind != "thought"
 
     @property
     def scores_prompt(self) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 from attrs import field, frozen
 
@@ -92,7 +93,7 @@ class RowParams:
             prompt_start=p.prompt_logprob_start or 0,
             bias=tuple((p.logit_bias or {}).items()),
             allowed=p.allowed_token_ids,
-            masked=tuple(sorted(request.end_ids)) if p.min_tokens else (),
+            masked=tuple(sorted(request.end_ids)) if p.min_tokens and not request.has_grammar else (),
             bad_words=request.bad_words_ids,
         )
 
@@ -143,13 +144,17 @@ class SeqSlice:
 
 @frozen(kw_only=True)
 class StepInput:
-    """One step's work. Order of effect: closed, opened, edits, then the slices are computed together."""
+    """One step's work. Order of effect: closed, opened, edits, then the slices are computed together.
+
+    masks: what grammars allow in this step, or None (grammar/mask.Masks); it is on its way, and not packed.
+    """
 
     step_id: int
     slices: tuple[SeqSlice, ...] = ()
     opened: tuple[SlotOpening, ...] = ()
     closed: tuple[int, ...] = ()
     edits: tuple[TableEdit, ...] = ()
+    masks: Any = field(default=None, eq=False, repr=False)
 
     @property
     def num_tokens(self) -> int:

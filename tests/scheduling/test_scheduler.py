@@ -728,7 +728,7 @@ class TestRefusals:
 class Slow:
     """A grammar that compiles until told otherwise."""
 
-    ready = False
+    ready, masks, ended, error = False, False, False, None
 
     def __init__(self):
         self.seen = []

@@ -11,12 +11,16 @@ Before: intake.py (prepares), fanout.py.  After: engine.py, which decides whethe
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from ..config import EngineConfig
 from ..errors import Overloaded, RequestError
+from ..grammar.compile import SECONDS
 from ..request import FinishReason, RequestOutputKind
+from ..structured import Constraint
 from .answer import Answer
 from .assemble import Machine
 from .intake import Prepared
@@ -31,6 +35,7 @@ class Admission:
 
     Args:
         finish: ends a queued request; scheduler.finish, and whatever else has to know.
+        wake: lets the loop look again at what waits.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Admission:
         streams: Streams,
         meter: Meter,
         finish: Callable[[str, FinishReason], None],
+        wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._machine = machine
@@ -48,6 +54,7 @@ class Admission:
         self._streams = streams
         self._meter = meter
         self._finish = finish
+        self._wake = wake
         self._most = max(AT_ONCE, machine.scheduler.max_running)  # answers of one call in the scheduler
 
     def submit(self, prepared: Prepared, kind: RequestOutputKind | None = None) -> Stream:
@@ -71,6 +78,8 @@ class Admission:
         interval = max(params.stream_interval or 1, self._config.scheduler.stream_interval)
         stream = Stream(answers, interval, kind or params.output_kind or RequestOutputKind.DELTA)
         self._streams.open(stream, answers)
+        if answers[0].request.constraint is not None:
+            self._await_grammar(stream, answers[0].request.constraint)
         if len(answers) < len(requests):
             self._streams.expect(stream, Later(prepared, len(answers), len(requests)))
         return stream
@@ -93,6 +102,36 @@ class Admission:
                 self._streams.join(stream, answer)
                 if later.next == later.end:
                     break
+
+    def _await_grammar(self, stream: Stream, wanted: Constraint) -> None:
+        """Queued requests wait until their grammar is compiled; they end if it is wrong or takes too long."""
+        compiled = self._machine.grammars.compiled(wanted)
+        if compiled.done():
+            return
+        loop = asyncio.get_running_loop()
+
+        def settle() -> None:
+            timer.cancel()
+            error = None if compiled.cancelled() else compiled.exception()
+            if error is None:
+                self._wake()
+            else:
+                fail(error)
+
+        def fail(error: BaseException) -> None:
+            self._streams.cancel(stream, tell=False)
+            stream.fail(error)
+
+        def landed(_: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(settle)
+
+        late = RequestError(
+            f"{wanted.param}: it could not be compiled within {SECONDS:.0f} seconds; make it simpler.",
+            param=wanted.param,
+        )
+        timer = loop.call_later(SECONDS, fail, late)
+        compiled.add_done_callback(landed)
 
     def _queued(self, prepared: Prepared, index: int) -> Answer:
         request = prepared.requests[index]

@@ -31,11 +31,14 @@ class Machine:
         scheduler, runner, cache: see scheduling/scheduler.py, runner/runner.py, kv/cache.py.
         vocab_size: ids that the model knows.   max_model_len: context, fitted to the memory.
         depth: steps in flight.   report: one line that says where the memory goes.
+        grammars, masks: see grammar/compile.py, grammar/mask.py.
     """
 
     scheduler: Any
     runner: Any
     cache: Any
+    grammars: Any = None
+    masks: Any = None
     vocab_size: int
     max_model_len: int
     depth: int = 1
@@ -44,7 +47,10 @@ class Machine:
     def close(self) -> None:
         """Wait for the steps under way and let go of everything; blocks, so call it off the loop."""
         runner, self.runner = self.runner, None
-        self.scheduler = self.cache = None
+        for threads in (self.grammars, self.masks):
+            if threads is not None:
+                threads.close()
+        self.scheduler = self.cache = self.grammars = self.masks = None
         if runner is not None:
             runner.close()
         gc.collect()
@@ -56,11 +62,14 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     Raises: ConfigError: the cache cannot hold what is asked.
     """
     from ..device import Device
+    from ..grammar.compile import THREADS, Grammars
+    from ..grammar.mask import MaskPool
     from ..kv.cache import KVCache
     from ..kv.groups import group_layers
     from ..kv.storage import allocate
     from ..runner.memory import Needs, step_bytes
     from ..runner.warmup import compile_kernels, graph_bytes, rehearse, warm_up
+    from ..runner.workers import Workers
     from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
@@ -91,9 +100,20 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
             warm_up(runner)
     _log.info("%s", plan.report())
     cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
-    rows = runner.limits.rows
-    scheduler = Scheduler(options, cache, max_model_len=plan.max_model_len, slots=rows)
+    ends = parts.eos_ids | parts.extra_eos_ids
+    grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, Workers("tinyserve-grammar", THREADS))
+    masks = MaskPool(Workers("tinyserve-mask"))
+    scheduler = Scheduler(
+        options,
+        cache,
+        max_model_len=plan.max_model_len,
+        slots=runner.limits.rows,
+        constrain=grammars.constrain,
+        start_masks=masks.start,
+    )
     return Machine(
+        grammars=grammars,
+        masks=masks,
         scheduler=scheduler,
         runner=runner,
         cache=cache,

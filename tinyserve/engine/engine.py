@@ -90,12 +90,13 @@ class Engine:
             extra_eos_ids=parts.extra_eos_ids,
             default_sampling=parts.default_sampling,
             max_new_tokens=parts.max_new_tokens,
+            parsing=parts.parsing,
         )
         self.intake = Intake(parts.tokenizer, rules, config.model.seed)
         self.chat = Chat(parts, self.intake)
         self.meter = Meter(metrics or NoMetrics())
         self.streams = Streams(self._finish, self.meter)
-        self.admission = Admission(config, machine, parts.tokenizer, self.streams, self.meter, self._finish)
+        self.admission = Admission(config, machine, parts.tokenizer, self.streams, self.meter, self._finish, self._wake)
         self.arrivals = asyncio.Event()
         self._landed = asyncio.Event()  # set: no flight is under way, and none starts before the next arrival
         self._gate = Gate.OPEN
@@ -204,6 +205,7 @@ class Engine:
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        thinks: bool = False,
     ) -> AsyncGenerator[Output, None]:
         """Answer a prompt; yields pieces as they are made. Leaving the iterator early aborts the request.
 
@@ -217,6 +219,7 @@ class Engine:
             cache_salt: prefix blocks are shared only among requests with an equal one.
             add_special_tokens: whether a text gets the tokenizer's BOS; templates bring their own.
             truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as fit.
+            thinks: the answer may begin with a thought, as in a chat: a grammar holds behind it only.
         Raises: RequestError: at the first step of the iteration, before anything is queued. Overloaded, EngineDead.
         """
         call = Call(
@@ -227,6 +230,7 @@ class Engine:
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
             truncate_prompt_tokens=truncate_prompt_tokens,
+            thinks=thinks,
         )
         return self.outputs(call)
 

@@ -19,11 +19,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError, shown
 from ..request import Request, SamplingParams
 from ..runner.workers import Workers
+from ..structured import Constraint
+from ..text.parsers.registry import Parsing
 from .fanout import Children
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ INLINE_CHARACTERS = (
 )
 THREADS = 2
 MAX_BAD_WORDS = 128  # token sequences; each is compared with the end of the output at every step
+THOUGHT_TOKENS = 16  # of the prompt's end, in which the mark of an open thought stands
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
@@ -46,6 +49,7 @@ class Call:
     cache_salt: str | None = None
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    thinks: bool = False
 
 
 @frozen(kw_only=True)
@@ -59,6 +63,7 @@ class Rules:
         eos_ids, extra_eos_ids: see Request.
         default_sampling: fields of SamplingParams used when a call brings none at all.
         max_new_tokens: upper bound for max_tokens that the operator set, or None.
+        parsing: how thoughts are told from answers.
     """
 
     vocab_size: int
@@ -68,6 +73,7 @@ class Rules:
     extra_eos_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = {}
     max_new_tokens: int | None = None
+    parsing: Parsing = field(factory=Parsing)
 
 
 @frozen
@@ -108,7 +114,8 @@ class Intake:
         text = call.prompt.get("prompt") if isinstance(call.prompt, Mapping) else call.prompt
         arrival = time.monotonic()
         words = call.sampling.bad_words if call.sampling else ()
-        if (len(text) if isinstance(text, str) else 0) + sum(map(len, words)) > INLINE_CHARACTERS:
+        structured = call.sampling is not None and call.sampling.structured_outputs is not None
+        if structured or (len(text) if isinstance(text, str) else 0) + sum(map(len, words)) > INLINE_CHARACTERS:
             return await self.off_loop(lambda: self._prepare(call, number, seed, arrival))
         return self._prepare(call, number, seed, arrival)
 
@@ -156,9 +163,30 @@ class Intake:
             priority=call.priority,
             arrival=arrival,
             cache_salt=salt,
+            constraint=self._constraint(params, ids, call.thinks),
             prompt=text,
         )
         return Prepared(name, Children(request))
+
+    def _constraint(self, params: SamplingParams, ids: Sequence[int], thinks: bool) -> Constraint | None:
+        """The grammar of an answer and the thought before it; None if neither is limited."""
+        budget = params.thinking_token_budget
+        budget = None if budget == -1 else budget
+        wanted = params.structured_outputs
+        if wanted is None and budget is None:
+            return None
+        thought = None
+        if thinks:
+            end = self._tokenizer.decode(ids[-THOUGHT_TOKENS:], skip_special_tokens=False)
+            thought = self.rules.parsing.thought(end, budget)
+        if budget is not None and not self.rules.parsing.reads_thoughts:
+            raise RequestError(
+                "thinking_token_budget needs a model whose thoughts are known (--reasoning-parser).",
+                param="thinking_token_budget",
+            )
+        if wanted is None:
+            return None if thought is None else Constraint(kind="thought", thought=thought)
+        return evolve(wanted.constraint(), thought=thought)
 
     def _prompt(self, call: Call) -> tuple[Sequence[int], str | None, str | None]:
         """Ids, text (None when only ids were given) and cache salt of any of the prompt forms."""

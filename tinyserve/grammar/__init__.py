@@ -1,4 +1,5 @@
 """Answers that must satisfy a grammar: what may come next, token by token.
 
-A constraint belongs to one sequence. Compiling it may take a while, during which the request waits and others go on.
+compile.py makes grammars of what was asked for, off the loop; matcher.py keeps the place of one answer in its grammar;
+thought.py lets a thought go before it; mask.py computes the masks of a step, which the sampler applies.
 """

@@ -1,14 +1,30 @@
-"""What a sequence's next token must obey: nothing, unless the request asks for structured output.
+"""Where one answer stands in its grammar, and so which tokens may come next.
 
-Before: request.py (what was asked: request.Constraint).  After: scheduling/scheduler.py (waits for it, advances it).
+The host has to know a token before it can say what may follow it, so a constrained sequence is planned only while none
+of its tokens is in flight; the masks of a step are computed while the step's forward runs (mask.py).
+
+A matcher lives as long as its sequence: a preemption changes nothing here, since known tokens stay known.
+
+Before: structured.py (what was asked), thought.py.
+After: scheduling/scheduler.py (waits for it, advances it), mask.py (asks it).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+from attrs import frozen
 
 from ..errors import RequestError
 from ..request import Request
+from ..structured import Constraint as Wanted
+from .schema import first_line
+from .thought import Gate, Mode
+
+MAX_DIGITS = 40  # of one number in JSON; the longest 128-bit integer has 39
 
 
 class Constraint(Protocol):
@@ -18,16 +34,34 @@ class Constraint(Protocol):
     def ready(self) -> bool:
         """Whether it is compiled; a request waits, and others pass it, until then."""
 
+    @property
+    def masks(self) -> bool:
+        """Whether tokens have to be masked: the sequence is not planned while one of its tokens is in flight."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the grammar is complete and the end token came."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the answer cannot go on."""
+
     def advance(self, token: int) -> None:
         """Note that `token` was accepted as the next one."""
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
 
 
 class Unconstrained:
     """Every token may come next."""
 
-    ready = True
+    ready, masks, ended, error = True, False, False, None
 
     def advance(self, token: int) -> None:
+        pass
+
+    def rollback(self, count: int) -> None:
         pass
 
 
@@ -40,8 +74,193 @@ def unconstrained(request: Request) -> Constraint:
     Raises: RequestError: the request asks for structured output, which must not be ignored silently.
     """
     if request.constraint is not None:
-        raise RequestError(
-            f"Structured output ({request.constraint.kind}) is not available in this version; ask for plain text.",
-            param="response_format",
-        )
+        raise RequestError("Structured output is not available here.", param=request.constraint.param)
     return UNCONSTRAINED
+
+
+@frozen(eq=False)
+class Words:
+    """A vocabulary.
+
+    Args:
+        bytes: of each token.   special: special tokens by their text.
+        digits: mask [width] int32 of the tokens that begin with a digit.
+        end_ids: tokens that end an answer.   width: words of 32 bits in a mask.
+        encode: ids of a text.
+    """
+
+    bytes: list[bytes]
+    special: Mapping[str, int]
+    digits: np.ndarray
+    end_ids: tuple[int, ...]
+    width: int
+    encode: Callable[[str], list[int]]
+
+
+class Numbers:
+    """How many digits stand at the end of JSON text, outside of strings."""
+
+    def __init__(self) -> None:
+        self.state = (False, False, 0)  # inside a string, behind a backslash, digits
+
+    def feed(self, data: bytes) -> None:
+        inside, escaped, digits = self.state
+        for byte in data:
+            if inside:
+                escaped, inside = byte == 0x5C and not escaped, byte != 0x22 or escaped
+            elif byte == 0x22:
+                inside, digits = True, 0
+            else:
+                digits = digits + 1 if 0x30 <= byte <= 0x39 else 0
+        self.state = inside, escaped, digits
+
+    @property
+    def too_long(self) -> bool:
+        return self.state[2] >= MAX_DIGITS
+
+
+class Matcher:
+    """One answer in its grammar.
+
+    Args:
+        grammar: compiled, or on its way; its result is copied, or None if only the thought is limited.
+        words: gives the vocabulary; called once the grammar is ready.
+        stop_ids: the request's own stop tokens; they may come where the grammar may end.
+        min_tokens: no end token before so many, unless nothing else may come.
+    """
+
+    masks = True
+
+    def __init__(
+        self,
+        grammar: Future[Any],
+        words: Callable[[], Words],
+        wanted: Wanted,
+        stop_ids: tuple[int, ...],
+        min_tokens: int,
+    ) -> None:
+        self._grammar = grammar
+        self._wanted = wanted
+        self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
+        self._make_words = words
+        self._words: Words | None = None  # None until the grammar is looked at first
+        self._match: Any = None
+        self._gate: Gate | None = None
+        self._numbers = Numbers() if wanted.kind in ("json", "json_object") else None
+        self._log: list[tuple[Any, Any, bool]] = []  # before each token: gate, numbers; whether the grammar took it
+        self.ended = False
+        self.error: Exception | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the grammar is there; one that failed never is."""
+        return self._grammar.done() and not self._grammar.cancelled() and self._grammar.exception() is None
+
+    @property
+    def width(self) -> int:
+        """Words of 32 bits in a mask."""
+        return self._start().width
+
+    def _start(self) -> Words:
+        if self._words is None:
+            self._words = self._make_words()
+            compiled = self._grammar.result()
+            self._match = compiled.deep_copy() if compiled is not None else None
+            if self._wanted.thought is not None:
+                self._gate = Gate(self._wanted.thought, self._words.encode)
+        return self._words
+
+    # ---- what came
+
+    def advance(self, token: int) -> None:
+        """Note the next token. One that the grammar cannot take sets `error`."""
+        words = self._start()
+        gate, numbers = self._gate, self._numbers
+        before = gate.state if gate else None, numbers.state if numbers else None
+        data = words.bytes[token] if token < len(words.bytes) else b""
+        to_grammar = self._match is not None and (gate is None or not gate.takes(token, data))
+        self._log.append((*before, to_grammar))
+        if not to_grammar:
+            return
+        if token in self._stop_ids and token not in words.end_ids:
+            self.ended = self._match.is_accepting()
+            self._log[-1] = (*before, False)
+        elif not self._match.consume_token(token):
+            self._fail()
+        else:
+            self.ended = token in words.end_ids and self._match.is_stopped()
+        if numbers:
+            numbers.feed(data)
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        taken = 0
+        for _ in range(count):
+            gate, numbers, to_grammar = self._log.pop()
+            if self._gate:
+                self._gate.state = gate
+            if self._numbers:
+                self._numbers.state = numbers
+            taken += to_grammar
+        if taken:
+            self._match.rollback(taken)
+        self.ended, self.error = False, None
+
+    # ---- what may come
+
+    def library(self) -> Any:
+        """The library's matcher, when its mask is needed; None when `finish` makes the mask alone."""
+        self._start()
+        if self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING):
+            return None
+        return self._match
+
+    def finish(self, row: np.ndarray) -> None:
+        """Make the mask of the next token: `row` [width] int32 holds the library's, if there is one."""
+        gate = self._gate
+        if gate is not None and gate.mode is Mode.FORCING:
+            row[:] = 0
+            _allow(row, gate.forced)
+            return
+        if self._match is None or (gate is not None and gate.mode is Mode.THINKING):
+            row[:] = -1
+            return
+        if self._match.is_error():
+            self._fail()
+            row[:] = -1  # any token: the answer ends with the error
+            return
+        self._trim(row)
+        if gate is not None and gate.mode is Mode.UNDECIDED:
+            _allow(row, gate.first)
+
+    def _trim(self, row: np.ndarray) -> None:
+        words = self._words
+        if self._numbers and self._numbers.too_long and (row & ~words.digits).any():
+            row &= ~words.digits
+        ends = words.end_ids + self._stop_ids
+        if len(self._log) < self._min_tokens:
+            without = row.copy()
+            for token in ends:
+                _forbid(without, token)
+            if without.any():
+                row[:] = without
+        elif self._stop_ids and self._match.is_accepting():
+            for token in self._stop_ids:
+                _allow(row, token)
+
+    def _fail(self) -> None:
+        self.error = RequestError(
+            f"{self._wanted.param}: the answer cannot go on within it: {first_line(self._match.get_error())}",
+            param=self._wanted.param,
+        )
+
+
+def _allow(row: np.ndarray, token: int) -> None:
+    if token < 32 * len(row):
+        row.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+
+def _forbid(row: np.ndarray, token: int) -> None:
+    if token < 32 * len(row):
+        row.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)

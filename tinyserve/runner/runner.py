@@ -30,7 +30,7 @@ from ..device import Device
 from ..errors import EngineDead
 from ..kernels.keep_tokens import keep_tokens
 from ..sampling.logprobs import TokenReports
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import GrammarMask, Sampler
 from ..step import SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs
 from .batch import Batch, BatchBuilder, Shape, Views
 from .flight import Flight
@@ -166,7 +166,7 @@ class Runner:
             places, result, reports, scores = order, None, None, {}
             if order:
                 pieces = [step.slices[i] for i in order]
-                places, result, reports, hidden = self._run(pieces, differences)
+                places, result, reports, hidden = self._run(pieces, differences, step.masks)
                 scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in self._scored(pieces)}
             else:
                 self.rows.write(differences)
@@ -185,16 +185,20 @@ class Runner:
         return self.rows.take(step)
 
     def _run(
-        self, pieces: Sequence[SeqSlice], differences: Differences | None
+        self, pieces: Sequence[SeqSlice], differences: Differences | None, masks: Any
     ) -> tuple[Sequence[int], torch.Tensor | None, TokenReports | None, torch.Tensor]:
-        """Queue what a step computes; returns the places in the result, the result, reports, and hidden states."""
+        """Queue what a step computes; returns the places in the result, the result, reports, and hidden states.
+
+        masks: what grammars allow, waited for only when the forward has been queued; None if there are none.
+        """
         slots = tuple([piece.slot for piece in pieces])
         asks = self.sampler.asks(slots)
+        more = asks.more or masks is not None
         own, sampled = self._own_shape(pieces, asks.filters), any(piece.samples for piece in pieces)
-        exact = not own.is_decode and (asks.more or bool(self._scored(pieces)))
+        exact = not own.is_decode and (more or bool(self._scored(pieces)))
         shape = own if exact else self.graphs.fit(own)
         views = self.batches.send(pieces, shape, differences)
-        again = sampled and (asks.more or (asks.filters and not shape.filters))  # the graph's choice is not enough
+        again = sampled and (more or (asks.filters and not shape.filters))  # the graph's choice is not enough
 
         def compute() -> Computed:
             longest = max(piece.end for piece in pieces)
@@ -205,7 +209,8 @@ class Runner:
         reports, places = None, range(len(pieces))
         if again:
             views = self.batches.views(own)
-            reports = self._sample(computed.logits[: len(pieces)], slots, views)
+            grammar = None if masks is None else GrammarMask.of(masks.result(), masks.slots, slots, self.device.torch)
+            reports = self._sample(computed.logits[: len(pieces)], slots, views, grammar)
         elif shape.decodes != own.decodes and not own.is_decode:
             places = [shape.place(i, own.decodes) for i in places]
         return places, self._bring_home(views.result) if sampled else None, reports, computed.hidden
@@ -235,9 +240,11 @@ class Runner:
             self._keep(tokens, bad, views)
         return Computed(hidden, logits)
 
-    def _sample(self, logits: torch.Tensor, slots: tuple[int, ...], views: Views) -> TokenReports | None:
-        """Choose with everything that the rows ask for."""
-        sampled = self.sampler.sample(logits, slots, views.seq_lens, self.rows.tokens, values=views.values)
+    def _sample(
+        self, logits: torch.Tensor, slots: tuple[int, ...], views: Views, grammar: GrammarMask | None
+    ) -> TokenReports | None:
+        """Choose with everything that the rows and their grammars ask for."""
+        sampled = self.sampler.sample(logits, slots, views.seq_lens, self.rows.tokens, grammar, values=views.values)
         self._keep(sampled.tokens, sampled.bad, views)
         reports = sampled.reports
         return reports if reports is None or self.device.is_cpu else reports.to("cpu", non_blocking=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -37,6 +38,22 @@ class GrammarMask:
 
     bits: Tensor
     rows: Tensor
+
+    @classmethod
+    def of(
+        cls, bits: np.ndarray, masked: Sequence[int], slots: Sequence[int], device: torch.device
+    ) -> GrammarMask | None:
+        """From the masks [M, W] of the request rows `masked`, for logits of the request rows `slots`.
+
+        Bits and rows go to the device in one copy, without waiting for it.
+        """
+        place = {slot: row for row, slot in enumerate(slots)}
+        kept = [index for index, slot in enumerate(masked) if slot in place]
+        if not kept:
+            return None
+        rows = np.array([place[masked[index]] for index in kept], dtype=np.int32)
+        both = upload(np.concatenate([bits[kept].ravel(), rows]), device)
+        return cls(both[: -len(kept)].view(len(kept), -1), both[-len(kept) :])
 
 
 @frozen(eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
+from ..grammar.matcher import Constraint
 from ..step import SeqSlice, SlotOpening, TableEdit
 from .sequence import Sequence
 
@@ -34,7 +35,7 @@ class StepDraft:
         cap: most tokens of one sequence, or 0 for no such cap (it keeps one long prompt from filling every step).
     """
 
-    __slots__ = ("cap", "edits", "left", "opened", "sequences", "slices")
+    __slots__ = ("cap", "edits", "left", "masked", "opened", "sequences", "slices")
 
     def __init__(self, tokens: int, cap: int) -> None:
         self.left = tokens
@@ -43,6 +44,7 @@ class StepDraft:
         self.slices: list[SeqSlice] = []
         self.opened: list[SlotOpening] = []
         self.edits: list[TableEdit] = []
+        self.masked: list[tuple[int, Constraint]] = []  # slots whose next token a grammar masks
 
     def room(self) -> int:
         """Tokens that one more sequence may get."""
@@ -60,6 +62,8 @@ class StepDraft:
         seq.flights += 1
         if samples:
             seq.in_flight += 1
+            if seq.constraint.masks:
+                self.masked.append((slot, seq.constraint))
         if seq.kv.changes:
             self.edits += [TableEdit(slot, group, at, blocks) for group, at, blocks in seq.kv.changes]
             seq.kv.changes = []

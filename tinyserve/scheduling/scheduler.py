@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError
 from ..grammar.matcher import Constraint, unconstrained
@@ -49,6 +49,7 @@ class Scheduler:
         max_model_len: prompt and output tokens of one sequence.
         slots: rows of the device, at least 1; default max_num_seqs. One that ended keeps its row while flights use it.
         constrain: gives a request's Constraint, or raises RequestError.
+        start_masks: begins to compute the masks of (slot, constraint) rows, for StepInput.masks.
     Raises: ConfigError: a long prompt could never be computed without chunks.
     """
 
@@ -62,6 +63,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         adapters: Adapters | None = None,
         constrain: Callable[[Request], Constraint] = unconstrained,
+        start_masks: Callable[[list[tuple[int, Constraint]]], Any] | None = None,
     ) -> None:
         if not options.enable_chunked_prefill and options.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -75,6 +77,7 @@ class Scheduler:
         self._drafter = drafter or NoDrafts()
         self._adapters = adapters or NoAdapters()
         self._constrain = constrain
+        self._start_masks = start_masks
         self._waiting = WaitingQueue(by_priority)
         self._tenants = Tenants(cache, self._waiting, slots or options.max_num_seqs, by_priority)
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
@@ -168,6 +171,7 @@ class Scheduler:
             opened=tuple(step.opened),
             closed=self._tenants.rows.take_closed(),
             edits=tuple(step.edits),
+            masks=self._start_masks(step.masked) if step.masked else None,
         )
 
     def commit(self, output: StepOutput) -> list[Update]:
@@ -316,11 +320,15 @@ class Scheduler:
         else:
             seq.computed = piece.end
         ended = None
-        tokens, check, advance = seq.tokens, seq.ends.check, seq.constraint.advance
+        tokens, check, constraint = seq.tokens, seq.ends.check, seq.constraint
         for count, token in enumerate(new, 1):
             tokens.append(token)
-            advance(token)
+            constraint.advance(token)
+            if constraint.error is not None:
+                return self._fail(seq, constraint.error)
             ended = check(token, len(tokens))
+            if ended is None and constraint.ended:
+                ended = FinishReason.STOP, seq.request.stop_on(token)[1]
             if ended is not None:
                 new = new[:count]
                 seq.computed = min(seq.computed, len(tokens))  # accepted drafts after the end are not its tokens
@@ -355,16 +363,17 @@ class Scheduler:
         elif not piece.drafts:
             seq.computed = max(seq.computed, min(piece.end, len(seq.tokens)))
 
-    def _fail(self, seq: Sequence) -> Update:
-        """End a sequence whose logits were not numbers, and keep its blocks out of the prefix cache."""
-        self._cache.distrust(seq.kv)
+    def _fail(self, seq: Sequence, error: Exception | None = None) -> Update:
+        """End a sequence by an error; None: its logits were not numbers, so its blocks do not become a prefix."""
+        if error is None:
+            self._cache.distrust(seq.kv)
+            self._numerics_errors += 1
+            position = len(seq.tokens) - len(seq.request.prompt_ids)
+            error = NumericsError(
+                f"The model produced numbers that are no probabilities (NaN or infinite) for output token "
+                f"{position + 1} of this request. Its cached blocks were discarded; other requests are not affected."
+            )
         self._end(seq)
-        self._numerics_errors += 1
-        position = len(seq.tokens) - len(seq.request.prompt_ids)
-        error = NumericsError(
-            f"The model produced numbers that are no probabilities (NaN or infinite) for output token {position + 1} "
-            "of this request. Its cached blocks were discarded; other requests are not affected."
-        )
         return Update(seq.request.id, (), None, None, FinishReason.ERROR, None, seq.cached, error, seq.started)
 
     def _end(self, seq: Sequence) -> None:

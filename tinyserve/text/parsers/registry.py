@@ -18,6 +18,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from ...errors import ConfigError
+from ...structured import Thought
 from . import json_families, named_families, other_families, xml_families
 from .family import Family, Thinking, make_table
 from .machine import Machine
@@ -62,6 +63,20 @@ class Parsing:
         """Whether a prompt ends inside a thought, so that the answer goes on with it."""
         begins = self.thinking.begin if self.thinking else ()
         return prompt.rstrip().endswith(begins) if begins else False
+
+    def thought(self, prompt: str, budget: int | None) -> Thought | None:
+        """How the thought before an answer to this prompt is told from it; None if there is none."""
+        if self.thoughts is None:
+            return None
+        if self.thoughts.whole is not None:
+            final = "<|channel|>final<|message|>"
+            force = "<|end|><|start|>assistant" + final
+            return Thought(ends=(final,), opened=True, budget=budget, force=force)
+        marks = self.thinking
+        if marks is None or self._closed(prompt):
+            return None
+        opened = marks.always or self.opened(prompt)
+        return Thought(begin=marks.begin[0], ends=marks.end, opened=opened, budget=budget)
 
     def machine(
         self,

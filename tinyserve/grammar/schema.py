@@ -1,0 +1,238 @@
+"""What was asked for, as text for the grammar library: schemas, regexes, choices, grammars, structural tags.
+
+Nothing is ignored: what the library does not enforce is refused by its name. Blanks between JSON tokens are bounded,
+since models that have lost their way write line breaks for ever.
+
+Before: structured.py.  After: compile.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from ..errors import RequestError, shown
+from ..structured import Constraint
+
+MAX_CHARACTERS = 256 * 1024  # of a schema, regex or grammar
+MAX_DEPTH = 64
+BLANKS = r"(\x20|\r?\n[\x20\t]{0,16})?"  # one space, or one line break and its indentation
+FREE_TEXT = r"/(.|\n)*/"
+# Keywords that change which values are valid, and that the library passes over without a word.
+NOT_ENFORCED = ("$dynamicRef", "$recursiveRef", "dependencies", "minContains", "maxContains", "unevaluatedItems")
+_ANNOTATIONS = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
+_WITH_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+class _Wrong(ValueError):
+    """What is wrong, without the name of the field."""
+
+
+def grammar_text(constraint: Constraint, token_named: Callable[[str], int | None]) -> str:
+    """The library's text for a constraint.
+
+    Args: token_named: the id of the special token with this text, if there is one.
+    Raises: RequestError: it is malformed, too large, or asks for what is not enforced.
+    """
+    try:
+        if len(str(constraint.value)) > MAX_CHARACTERS:
+            raise _Wrong(f"is longer than {MAX_CHARACTERS} characters")
+        return _KINDS[constraint.kind](constraint, token_named)
+    except (ValueError, TypeError, RecursionError) as error:
+        what = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RequestError(f"{constraint.param}: {what}", param=constraint.param) from error
+    except Exception as error:  # the converter of grammars raises bare ones
+        raise RequestError(f"{constraint.param}: {first_line(error)}", param=constraint.param) from error
+
+
+def first_line(error: Any) -> str:
+    """The beginning of what the library says; it prints its whole state."""
+    text = str(error).split("<state>")[0].strip()
+    return " ".join(text.split())[:300]
+
+
+def _json(constraint: Constraint, _: Any) -> str:
+    return LLMatcher.grammar_from_json_schema(*_prepared(constraint.value, constraint))
+
+
+def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
+    """A schema as text, and how its JSON is written."""
+    schema = json.loads(value) if isinstance(value, str) else value
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise _Wrong(f"a JSON schema must be an object, got {shown(schema)}")
+    schema = json.loads(json.dumps(schema))  # a copy of our own, and certainly JSON
+    schema.pop("x-guidance", None)
+    for part in _schemas(schema):
+        for name in NOT_ENFORCED:
+            if name in part:
+                raise _Wrong(f"the keyword {name!r} is not enforced by this server; leave it out")
+        if constraint.closed and (part.get("type") == "object" or "properties" in part):
+            part.setdefault("additionalProperties", False)
+    if constraint.compact:
+        style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+    else:
+        style = {"whitespace_pattern": constraint.blanks or BLANKS}
+    return json.dumps(schema, ensure_ascii=False), style
+
+
+def _schemas(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """A schema and all that are inside it."""
+    if depth > MAX_DEPTH:
+        raise _Wrong(f"is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, list):
+        for part in value:
+            yield from _schemas(part, depth + 1)
+    elif isinstance(value, dict):
+        yield value
+        for name, part in value.items():
+            if name in ("enum", "const", *_ANNOTATIONS):
+                continue
+            if name in _WITH_SCHEMAS and isinstance(part, dict):
+                for inner in part.values():
+                    yield from _schemas(inner, depth + 1)
+            else:
+                yield from _schemas(part, depth + 1)
+
+
+def _any_object(constraint: Constraint, _: Any) -> str:
+    return LLMatcher.grammar_from_json_schema(*_prepared({"type": "object"}, constraint))
+
+
+def _regex(constraint: Constraint, _: Any) -> str:
+    return LLMatcher.grammar_from_regex(constraint.value)
+
+
+def _choice(constraint: Constraint, _: Any) -> str:
+    return "start: " + " | ".join(_quoted(choice) for choice in constraint.value)
+
+
+def _grammar(constraint: Constraint, _: Any) -> str:
+    return any_to_lark(constraint.value)
+
+
+# ---- structural tags: free text in which marks are followed by constrained parts
+
+
+def _structural(constraint: Constraint, token_named: Callable[[str], int | None]) -> str:
+    value = json.loads(constraint.value) if isinstance(constraint.value, str) else constraint.value
+    if not isinstance(value, Mapping):
+        raise _Wrong(f"a structural tag must be an object, got {shown(value)}")
+    lark = _Lark(constraint, token_named)
+    if "structures" in value:
+        start = lark.triggered(value.get("triggers"), value["structures"])
+    elif "format" in value:
+        start = lark.format(value["format"])
+    else:
+        raise _Wrong("a structural tag needs 'structures' and 'triggers', or a 'format'")
+    return lark.text(start)
+
+
+class _Lark:
+    """Collects the rules of one grammar."""
+
+    def __init__(self, constraint: Constraint, token_named: Callable[[str], int | None]) -> None:
+        self._constraint = constraint
+        self._token_named = token_named
+        self._rules: list[str] = []
+
+    def text(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", f"FREE: {FREE_TEXT}", *self._rules])
+
+    def rule(self, body: str, *, lazy: bool = False) -> str:
+        name = f"part_{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+    def literal(self, text: Any) -> str:
+        if not isinstance(text, str):
+            raise _Wrong(f"a structural tag needs a text, got {shown(text)}")
+        token = self._token_named(text)
+        return _quoted(text) if token is None else f"<[{token}]>"
+
+    def schema(self, value: Any) -> str:
+        text, style = _prepared(value if value is not None else {}, self._constraint)
+        return "%json " + json.dumps({**json.loads(text), "x-guidance": style}, ensure_ascii=False)
+
+    def triggered(self, triggers: Any, tags: Any, *, at_least_one: bool = False, stop: bool = False) -> str:
+        """Free text; where a trigger is written, one of the tags that begin with it follows."""
+        if not isinstance(triggers, Sequence) or isinstance(triggers, str) or not triggers:
+            raise _Wrong("'triggers' must be a list of texts")
+        if not isinstance(tags, Sequence) or isinstance(tags, str) or not tags:
+            raise _Wrong("a structural tag needs at least one tag")
+        branches = []
+        for tag in tags:
+            begin, content, end = self._parts(tag)
+            trigger = next(
+                (each for each in triggers if isinstance(each, str) and each and begin.startswith(each)), None
+            )
+            if trigger is None:
+                raise _Wrong(f"no trigger is the beginning of {shown(begin)}")
+            token = self._token_named(trigger)
+            rest = [_quoted(begin[len(trigger) :])] if begin != trigger else []
+            rest += [content, *([self.literal(end)] if end else [])]
+            head = f"FREE <[{token}]>" if token is not None else self.rule(f"FREE {_quoted(trigger)}", lazy=True)
+            branches.append(self.rule(" ".join([head, *rest])))
+        one = f"({' | '.join(branches)})"
+        return one + ("+" if at_least_one else "*") + ("" if stop else " FREE")
+
+    def _parts(self, tag: Any) -> tuple[str, str, str]:
+        if not isinstance(tag, Mapping) or not isinstance(tag.get("begin"), str):
+            raise _Wrong(f"a tag needs 'begin', got {shown(tag)}")
+        content = self.format(tag["content"]) if "content" in tag else self.schema(tag.get("schema"))
+        end = tag.get("end") or ""
+        if not isinstance(end, str):
+            raise _Wrong(f"'end' of a tag must be a text, got {shown(end)}")
+        return tag["begin"], content, end
+
+    def format(self, value: Any, depth: int = 0) -> str:
+        """One of the format objects: const_string, json_schema, any_text, regex, sequence, or, tag, triggered_tags."""
+        if depth > MAX_DEPTH or not isinstance(value, Mapping):
+            raise _Wrong(f"a format must be an object with a type, got {shown(value)}")
+        kind = value.get("type")
+        if kind == "const_string":
+            return self.literal(value.get("value"))
+        if kind == "json_schema":
+            return self.rule(self.schema(value.get("json_schema")))
+        if kind == "any_text":
+            return "FREE"
+        if kind == "regex":
+            return self.rule(f"/{str(value.get('pattern')).replace('/', chr(92) + '/')}/")
+        if kind in ("sequence", "or"):
+            parts = [self.format(part, depth + 1) for part in value.get("elements") or ()]
+            if not parts:
+                raise _Wrong(f"a {kind} needs elements")
+            return self.rule((" " if kind == "sequence" else " | ").join(parts))
+        if kind == "tag":
+            begin, content, end = self._parts(value)
+            return self.rule(
+                " ".join(part for part in (self.literal(begin), content, end and self.literal(end)) if part)
+            )
+        if kind == "triggered_tags":
+            return self.triggered(
+                value.get("triggers"),
+                value.get("tags"),
+                at_least_one=bool(value.get("at_least_one")),
+                stop=bool(value.get("stop_after_first")),
+            )
+        raise _Wrong(f"the format {shown(kind)} is not supported in structural tags")
+
+
+def _quoted(text: str) -> str:
+    """A text as a Lark terminal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+_KINDS: dict[str, Callable[[Constraint, Any], str]] = {
+    "json": _json,
+    "json_object": _any_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _structural,
+}

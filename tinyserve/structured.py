@@ -1,0 +1,152 @@
+"""What an answer has to look like: the words for structured output, and for the thought that may stand before it.
+
+Names are vLLM's. Whether a schema or a grammar is right is found out when it is compiled (grammar/); here is checked
+that exactly one thing is asked for, and that it is of the right type.
+
+Before: checks.py.  After: request.py, grammar/compile.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from . import checks
+from .checks import refuse
+from .errors import RequestError, shown
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+MAX_CHOICES = 8192
+
+
+@frozen(kw_only=True)
+class Thought:
+    """How the thought before an answer is told from it.
+
+    Args:
+        begin: the mark that begins one, or "".   ends: the marks that end it.
+        opened: the prompt ends inside it.
+        budget: tokens it may have; then its end is written for the model. None: no limit.
+        force: what is written then, if it is not the first of the `ends`.
+    """
+
+    begin: str = ""
+    ends: tuple[str, ...] = ()
+    opened: bool = False
+    budget: int | None = None
+    force: str = ""
+
+
+@frozen(kw_only=True, eq=False)
+class Constraint:
+    """A grammar that the answer must satisfy.
+
+    Args:
+        kind: one of KINDS; "thought" for none, when only the thought is limited.   value: what that kind holds.
+        param: the field to name when it is wrong.
+        compact: JSON without blanks of the model's choice.   closed: no properties that the schema does not name.
+        blanks: a pattern for blanks in JSON, instead of the default.
+        thought: what may stand before.
+    """
+
+    kind: str
+    value: Any = None
+    param: str = "structured_outputs"
+    compact: bool = False
+    closed: bool = False
+    blanks: str | None = None
+    thought: Thought | None = None
+    key: tuple[Any, ...] = field(init=False, repr=False)  # equal for equal grammars
+
+    def __attrs_post_init__(self) -> None:
+        try:
+            text = self.value if isinstance(self.value, str) else json.dumps(self.value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{self.param}: it is not JSON: {error}", param=self.param) from error
+        object.__setattr__(
+            self, "key", (self.kind, type(self.value) is str, text, self.compact, self.closed, self.blanks)
+        )
+
+
+def _choices(value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        refuse("structured_outputs", f"choice must be a list of texts that is not empty, got {shown(value)}.")
+    if len(value) > MAX_CHOICES or not all(isinstance(choice, str) and choice for choice in value):
+        refuse("structured_outputs", f"choice must hold at most {MAX_CHOICES} texts, none of them empty.")
+    return tuple(value)
+
+
+@frozen(kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must be; exactly one of the first six.
+
+    Args:
+        json: a JSON schema, as an object or as text.   json_object: True for any JSON object.
+        regex: a pattern that the whole answer matches.   choice: texts, of which it is one.
+        grammar: Lark, or GBNF / EBNF.
+        structural_tag: free text with constrained parts: {"structures": [...], "triggers": [...]} or {"format": ...}.
+        disable_any_whitespace: JSON without blanks.   whitespace_pattern: which blanks JSON may have.
+        disable_additional_properties: objects have the properties that the schema names, and no others.
+        disable_fallback: accepted; there is one backend.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = field(default=None, converter=_choices)
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool = field(default=False, validator=checks.flag)
+    disable_additional_properties: bool = field(default=False, validator=checks.flag)
+    whitespace_pattern: str | None = None
+    disable_fallback: bool = field(default=False, validator=checks.flag)
+
+    def __attrs_post_init__(self) -> None:
+        name = "structured_outputs"
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            refuse(name, f"{name} needs exactly one of {', '.join(KINDS)}; got {', '.join(given) or 'none'}.")
+        if self.json_object is False:
+            refuse(name, "json_object must be true, or left out.")
+        (kind,) = given
+        value = getattr(self, kind)
+        wanted = {"regex": str, "grammar": str, "json_object": bool, "structural_tag": (str, Mapping)}.get(kind, object)
+        if kind == "json" and not (value is True or isinstance(value, (str, Mapping))):
+            refuse(name, f"json must be a JSON schema, got {shown(value)}.")
+        if not isinstance(value, wanted) or value == "":
+            refuse(name, f"{kind} must be {'a text' if wanted is str else 'an object'}, got {shown(value)}.")
+        if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
+            refuse(name, f"whitespace_pattern must be a text, got {shown(self.whitespace_pattern)}.")
+
+    @classmethod
+    def of(cls, value: StructuredOutputsParams | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+        """From a record or a mapping of its fields. Raises: RequestError: with param "structured_outputs"."""
+        if value is None or isinstance(value, cls):
+            return value
+        if value == {}:
+            return None
+        name = "structured_outputs"
+        if not isinstance(value, Mapping):
+            refuse(name, f"{name} must be an object, got {shown(value)}.")
+        fields = {key: item for key, item in value.items() if item is not None}
+        known = {attribute.name for attribute in cls.__attrs_attrs__}
+        if unknown := sorted(map(str, fields.keys() - known)):
+            refuse(name, f"{name} has no field {shown(unknown[0])}; its fields are {', '.join(sorted(known))}.")
+        return cls(**fields)
+
+    def constraint(self, param: str = "structured_outputs") -> Constraint:
+        """The grammar that this asks for; `param` is named when it is wrong."""
+        kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
+        return Constraint(
+            kind=kind,
+            value=getattr(self, kind),
+            param=param,
+            compact=self.disable_any_whitespace,
+            closed=self.disable_additional_properties,
+            blanks=self.whitespace_pattern,
+        )
