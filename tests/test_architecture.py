@@ -40,7 +40,10 @@ RANKS = [
     ["__init__", "__main__"],
 ]  # fmt: skip
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
-TORCH_FREE = ["errors", "options", "config", "checks", "structured", "request", "step", "scheduling", "text", "server", "kv"]
+TORCH_FREE = [
+    *("errors", "options", "config", "checks", "structured", "request", "step"),
+    *("grammar", "scheduling", "text", "server", "kv"),
+]
 MAY_USE_TORCH = {"kv/storage.py"}
 
 

@@ -55,8 +55,10 @@ REFUSED = [
     {"allowed_token_ids": "ab"}, {"skip_reading_prefix_cache": 1}, {"extra_args": [1]},
     {"extra_args": {"a": [{"b": 2**63}]}}, {"repetition_detection": {"max_pattern_size": 4, "min_count": 1}},
     {"repetition_detection": {"max_pattern_size": 1, "min_pattern_size": 2}}, {"repetition_detection": {"size": 1}},
-    {"repetition_detection": 3}, {"repetition_detection": {"max_pattern_size": 1025}}, {"structured_outputs": {}},
-    {"structured_outputs": {"json": {}}}, {"thinking_token_budget": 5}, {"trace_decode_token_ids": [1]},
+    {"repetition_detection": 3}, {"repetition_detection": {"max_pattern_size": 1025}}, {"structured_outputs": 5},
+    {"structured_outputs": {"json": {}, "regex": "a"}}, {"structured_outputs": {"xml": "a"}},
+    {"structured_outputs": {"choice": []}}, {"structured_outputs": {"json_object": False}},
+    {"structured_outputs": {"json": "", "regex": None}}, {"thinking_token_budget": -2}, {"trace_decode_token_ids": [1]},
     {"routed_experts_prompt_start": 0}, {"watermarking": True},
 ]  # fmt: skip
 

@@ -128,7 +128,7 @@ class ServerOptions:
     tool_call_parser: str | None = option(None, "how tool calls are read: a name, none, or module:NAME [by template]")
     reasoning_parser: str | None = option(None, "how thoughts are read: a name, none, or module:NAME [by template]")
     enable_auto_tool_choice: bool = option(True, "let models decide to call tools; no: such requests are refused")
-    exclude_tools_when_tool_choice_none: bool = option(False, "hide tools from the template with tool_choice none")
+    exclude_tools_when_tool_choice_none: bool = option(True, "hide tools from the template with tool_choice none")
     response_role: str = option("assistant", "role written in chat answers")
     enable_request_id_headers: bool = option(False, "repeat or make up an X-Request-Id in each answer")
     enable_prompt_tokens_details: bool = option(False, "report cached prompt tokens in usage")

@@ -71,16 +71,6 @@ class Constraint:
         )
 
 
-def _choices(value: Any) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        refuse("structured_outputs", f"choice must be a list of texts that is not empty, got {shown(value)}.")
-    if len(value) > MAX_CHOICES or not all(isinstance(choice, str) and choice for choice in value):
-        refuse("structured_outputs", f"choice must hold at most {MAX_CHOICES} texts, none of them empty.")
-    return tuple(value)
-
-
 @frozen(kw_only=True)
 class StructuredOutputsParams:
     """What an answer must be; exactly one of the first six.
@@ -91,13 +81,14 @@ class StructuredOutputsParams:
         grammar: Lark, or GBNF / EBNF.
         structural_tag: free text with constrained parts: {"structures": [...], "triggers": [...]} or {"format": ...}.
         disable_any_whitespace: JSON without blanks.   whitespace_pattern: which blanks JSON may have.
-        disable_additional_properties: objects have the properties that the schema names, and no others.
+        disable_additional_properties: where the schema names properties, objects have no others, unless it says so.
         disable_fallback: accepted; there is one backend.
+        source: the field that said so, to be named when it is wrong.
     """
 
     json: Any = None
     regex: str | None = None
-    choice: tuple[str, ...] | None = field(default=None, converter=_choices)
+    choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Any = None
@@ -105,9 +96,10 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = field(default=False, validator=checks.flag)
     whitespace_pattern: str | None = None
     disable_fallback: bool = field(default=False, validator=checks.flag)
+    source: str = "structured_outputs"
 
     def __attrs_post_init__(self) -> None:
-        name = "structured_outputs"
+        name = self.source
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             refuse(name, f"{name} needs exactly one of {', '.join(KINDS)}; got {', '.join(given) or 'none'}.")
@@ -116,12 +108,21 @@ class StructuredOutputsParams:
         (kind,) = given
         value = getattr(self, kind)
         wanted = {"regex": str, "grammar": str, "json_object": bool, "structural_tag": (str, Mapping)}.get(kind, object)
+        if kind == "choice":
+            self._check_choices()
         if kind == "json" and not (value is True or isinstance(value, (str, Mapping))):
             refuse(name, f"json must be a JSON schema, got {shown(value)}.")
         if not isinstance(value, wanted) or value == "":
             refuse(name, f"{kind} must be {'a text' if wanted is str else 'an object'}, got {shown(value)}.")
         if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
             refuse(name, f"whitespace_pattern must be a text, got {shown(self.whitespace_pattern)}.")
+
+    def _check_choices(self) -> None:
+        choices = self.choice
+        if isinstance(choices, str) or not isinstance(choices, Sequence) or not 0 < len(choices) <= MAX_CHOICES:
+            refuse(self.source, f"choice must be a list of 1 to {MAX_CHOICES} texts, got {shown(choices)}.")
+        if not all(isinstance(choice, str) and choice for choice in choices):
+            refuse(self.source, "choice must hold texts, none of them empty.")
 
     @classmethod
     def of(cls, value: StructuredOutputsParams | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
@@ -134,18 +135,18 @@ class StructuredOutputsParams:
         if not isinstance(value, Mapping):
             refuse(name, f"{name} must be an object, got {shown(value)}.")
         fields = {key: item for key, item in value.items() if item is not None}
-        known = {attribute.name for attribute in cls.__attrs_attrs__}
+        known = {attribute.name for attribute in cls.__attrs_attrs__} - {"source"}
         if unknown := sorted(map(str, fields.keys() - known)):
             refuse(name, f"{name} has no field {shown(unknown[0])}; its fields are {', '.join(sorted(known))}.")
         return cls(**fields)
 
-    def constraint(self, param: str = "structured_outputs") -> Constraint:
-        """The grammar that this asks for; `param` is named when it is wrong."""
+    def constraint(self) -> Constraint:
+        """The grammar that this asks for."""
         kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
         return Constraint(
             kind=kind,
             value=getattr(self, kind),
-            param=param,
+            param=self.source,
             compact=self.disable_any_whitespace,
             closed=self.disable_additional_properties,
             blanks=self.whitespace_pattern,

@@ -24,7 +24,7 @@ from tests.scripted import BOS, CONTEXT, EOS, TEMPLATE, VOCAB, ScriptModel, byte
 from tinyserve import config
 from tinyserve.checkpoint.source import resolve
 from tinyserve.engine.engine import Engine
-from tinyserve.engine.parts import Parts
+from tinyserve.engine.parts import Parts, choose_parsing
 from tinyserve.server.app import create_app
 from tinyserve.server.face import Service
 from tinyserve.server.serve import Server, open_socket
@@ -394,6 +394,7 @@ def scripted_parts(model: ScriptModel, folder: Path, settings: config.EngineConf
         model=model,
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.facts.special_tokens),
+        parsing=choose_parsing(settings, tokenizer),
         served_names=settings.model.served_model_name,
         max_model_len=CONTEXT,
         eos_ids=defaults.eos_ids,

@@ -14,6 +14,7 @@ from tinyserve.request import FinishReason, Logprob, Output, Usage
 from tinyserve.server.app import create_app
 from tinyserve.server.face import Service
 from tinyserve.telemetry import Metrics
+from tinyserve.text.parsers.registry import Parsing
 
 END = 260
 NAMES = {259: "<|bos|>", 260: "<|eos|>"}
@@ -48,6 +49,7 @@ class FakeEngine:
         self.script, self.delay, self.fail_at, self.queued = list(script), delay, fail_at, queued
         self.max_model_len = max_model_len
         self.tokenizer = ByteTokenizer()
+        self.parsing = Parsing()
         self.served_names = ("tiny", "alias")
         self.default_sampling = {}
         self.metrics = Metrics("tiny", log=False)

@@ -103,17 +103,17 @@ def test_the_operator_can_force_usage_and_details(run):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {}}, "response_format.type"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"guided_json": 5}, "guided_json"),
         ({"use_beam_search": True, "stream": True}, "use_beam_search"),
         ({"use_beam_search": True, "n": 0}, "n"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
@@ -235,7 +235,9 @@ def test_template_variables_of_server_and_request(run):
     defaults = {"default_chat_template_kwargs": {"a": 1, "b": 1}}
     run(post({"chat_template_kwargs": {"b": 2}, "reasoning_effort": "low"}, engine, **defaults))
 
-    assert engine.chats[0][1]["chat_template_kwargs"] == {"a": 1, "b": 2, "reasoning_effort": "low"}
+    assert engine.chats[0][1]["chat_template_kwargs"] == {
+        "a": 1, "b": 2, "reasoning_effort": "low", "enable_thinking": True, "thinking": True
+    }  # fmt: skip
 
 
 def test_a_trusted_request_may_bring_a_template(run):

@@ -75,7 +75,7 @@ def test_with_text_logprobs_and_several_answers(run):
         ({"sampling_params": {"top_p": 2}}, "top_p"), ({"features": {"a": 1}}, "features"),
         ({"sampling_params": {"max_tokens": "x"}}, "sampling_params.max_tokens"),
         ({"output_mode": "derender"}, "output_mode"), ({"stream_options": {}}, "stream_options"),
-        ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "sampling_params.structured_outputs"),
+        ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
     ],
 )  # fmt: skip
 def test_bad_fields_are_named(run, body, param):

@@ -72,7 +72,7 @@ def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
         for name in NOT_ENFORCED:
             if name in part:
                 raise _Wrong(f"the keyword {name!r} is not enforced by this server; leave it out")
-        if constraint.closed and (part.get("type") == "object" or "properties" in part):
+        if constraint.closed and "properties" in part:
             part.setdefault("additionalProperties", False)
     if constraint.compact:
         style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}

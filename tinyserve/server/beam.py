@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from ..request import BeamSearchParams, FinishReason, Output, Usage
+from ..errors import RequestError
+from ..request import BeamSearchParams, FinishReason, Output, SamplingParams, Usage
 from .face import EngineFace
 from .fields import Fields
 
@@ -36,6 +37,12 @@ def read_beam(fields: Fields, most: int) -> BeamSearchParams | None:
         "allowed_token_ids": fields.items("allowed_token_ids", int, "a list of token ids"),
     }
     return BeamSearchParams(beam_width=width, max_tokens=most, **values)
+
+
+def check_beam(beam: BeamSearchParams | None, sampling: SamplingParams) -> None:
+    """Raises: RequestError: beams cannot be held to a grammar."""
+    if beam is not None and sampling.structured_outputs is not None:
+        raise RequestError("use_beam_search: beams cannot be held to a form or to tools.", param="use_beam_search")
 
 
 async def beam_outputs(

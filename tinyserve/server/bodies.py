@@ -42,6 +42,8 @@ PENALTIES = [
     sampled("frequency_penalty", "Subtracted for each time that a token is in the answer."),
     sampled("seed", "Makes the draw repeatable; answer i of n uses seed + i. -1: none."),
 ]
+STRUCTURED = Param("structured_outputs", mapping(), "The form that the answer must have: one of json, json_object, "
+                   "regex, choice, grammar, structural_tag.")  # fmt: skip
 SAMPLING = [
     sampled("n", "Answers for each prompt. With use_beam_search: the beam width."),
     *PENALTIES,
@@ -66,20 +68,27 @@ SAMPLING = [
     Param("length_penalty", number(), "Exponent of the length that beam scores are divided by."),
     Param("repetition_detection", mapping(), "End answers that go round in circles: max_pattern_size, "
           "min_pattern_size, min_count (at least 2)."),
-    *refusal("thinking_token_budget", off=[-1]),
-    *refusal("structured_outputs", off=[{}]),
+    sampled("thinking_token_budget", "Most tokens of the thought before an answer; -1: no limit."),
+    STRUCTURED,
     *refusal("best_of", off=[1], why="draw several answers with n, and choose among them.",
              help="Not a field of this API any more."),
     *refusal("watermarking", off=[False]),
     *refusal("kv_transfer_params", "ec_transfer_params", "vllm_xargs", off=[{}]),
     *refusal("routed_experts_prompt_start", "prompt_logprob_token_ids"),
-    *refusal("guided_json", "guided_regex", "guided_choice", "guided_grammar",
-             why="use response_format or structured_outputs instead."),
+    Param("guided_json", either(text(), mapping()), "The older name of structured_outputs.json."),
+    Param("guided_regex", text(), "The older name of structured_outputs.regex."),
+    Param("guided_choice", listed(text(), "a list of strings"), "The older name of structured_outputs.choice."),
+    Param("guided_grammar", text(), "The older name of structured_outputs.grammar."),
+    *harmless("guided_decoding_backend"),
     *refusal("prompt_embeds", "logits_processors", off=[[]]),
 ]  # fmt: skip
 FORMAT = Param("response_format", inside(
     Param("type", choice("text", "json_object", "json_schema", "structural_tag"), required=True),
-    Param("json_schema", mapping()),
+    Param("json_schema", inside(
+        Param("name", text()), Param("description", text()), Param("schema", mapping("a JSON schema")),
+        Param("strict", flag(), "Schemas are always kept to."),
+    )),
+    Param("structures", objects()), Param("triggers", listed(text())), Param("format", mapping()),
 ), "The form that the answer must have.")  # fmt: skip
 STREAMING = [
     Param("stream", flag(), "Send the answer as server-sent events.", False),

@@ -22,9 +22,10 @@ from .responses_store import Store
 
 
 class EngineFace(Protocol):
-    """The part of Engine that routes call. `metrics` is a telemetry.Metrics."""
+    """The part of Engine that routes call. `metrics` is a telemetry.Metrics, `parsing` a parsers.registry.Parsing."""
 
     tokenizer: Any
+    parsing: Any
     max_model_len: int
     served_names: tuple[str, ...]
     default_sampling: Mapping[str, Any]

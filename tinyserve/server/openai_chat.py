@@ -23,16 +23,18 @@ from starlette.requests import Request
 from ..errors import RequestError
 from ..request import Output, Usage
 from . import answers
-from .beam import beam_outputs, read_beam
+from .beam import beam_outputs, check_beam, read_beam
 from .bodies import CHAT, EFFORTS
 from .errors import Failure, TooLarge
 from .face import Service
 from .fields import Fields, read_body
 from .logprobs import chat_logprobs, prompt_logprobs
+from .reading import Reading, Readings, deltas
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .schema import facts
 from .sse import DONE, Generation, Tally, openai_failed
+from .tools import ToolPlan, plan_tools
 
 
 @frozen(kw_only=True)
@@ -45,6 +47,7 @@ class Shape:
         logprobs: alternatives per token that are shown, None for no logprobs at all.
         named: ids that are shown besides.
         token_ids: whether ids are reported.   ids_as_text: whether logprob tokens are written as token_id:N.
+        readings: how thoughts and calls are found in the answers; None: they are nothing but text.
     """
 
     role: str
@@ -55,6 +58,7 @@ class Shape:
     named: Sequence[int]
     token_ids: bool
     ids_as_text: bool
+    readings: Readings | None = None
 
 
 @facts("Chat", "Answer a conversation", body=CHAT, answer=answers.CHAT, stream=True)
@@ -72,9 +76,19 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     alone = {"n": 1} if beam else {}
     sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
     messages = read_messages(fields, options.max_messages)
-    template = template_options(fields, service)
+    plan = read_tools(fields, service)
+    template = template_options(fields, service, plan)
     more = request_options(fields)
     ids = cut_prompt(fields, await engine.encode_chat(messages, **template), engine.max_model_len)
+    readings = Readings.of(
+        engine,
+        plan,
+        ids,
+        thoughts=fields.flag("include_reasoning", True),
+        special=fields.raw("skip_special_tokens") is False,
+    )
+    sampling = readings.prepared(sampling)
+    check_beam(beam, sampling)
     role = options.response_role if template["add_generation_prompt"] else str(messages[-1].get("role"))
     shape = Shape(
         role=role,
@@ -85,6 +99,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         named=sampling.logprob_token_ids or (),
         token_ids=fields.flag("return_token_ids"),
         ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
+        readings=None if readings.plain else readings,
     )
     request_id = "chatcmpl-" + name_of(request, fields)
     writer = ChatWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
@@ -92,7 +107,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     if beam:
         outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None)
     else:
-        outputs = engine.generate(ids, sampling, request_id=request_id, **more)
+        outputs = engine.generate(ids, sampling, request_id=request_id, thinks=True, **more)
     return Generation([outputs], shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval)
 
 
@@ -113,8 +128,18 @@ def read_messages(fields: Fields, most: int) -> list[dict[str, Any]]:
     return messages
 
 
-def template_options(fields: Fields, service: Service, *, generation: bool = True) -> dict[str, Any]:
-    """What goes to the chat template beside the messages. Raises: RequestError: tools, or an untrusted template."""
+def read_tools(fields: Fields, service: Service) -> ToolPlan:
+    """What the request says about tools. Raises: RequestError."""
+    return plan_tools(
+        fields.items("tools", dict, "a list of tools"),
+        fields.raw("tool_choice"),
+        parallel=fields.flag("parallel_tool_calls", True),
+        hide=service.config.server.exclude_tools_when_tool_choice_none,
+    )
+
+
+def template_options(fields: Fields, service: Service, plan: ToolPlan) -> dict[str, Any]:
+    """What goes to the chat template beside the messages. Raises: RequestError: an untrusted template."""
     trusted = service.config.server.trust_request_chat_template
     if fields.given("chat_template") and not trusted:
         fields.refuse("chat_template", "the server must be started with --trust-request-chat-template to accept one.")
@@ -122,16 +147,14 @@ def template_options(fields: Fields, service: Service, *, generation: bool = Tru
     for name in ("chat_template", "tokenize"):
         if name in kwargs:
             raise RequestError(f"chat_template_kwargs must not contain {name!r}.", param=f"chat_template_kwargs.{name}")
-    effort = fields.choice("reasoning_effort", EFFORTS)
-    if effort is not None:
-        kwargs = {"reasoning_effort": effort, **kwargs}
+    kwargs = {**effort_variables(fields.choice("reasoning_effort", EFFORTS)), **kwargs}
     keep_open = fields.flag("continue_final_message")
     if keep_open and fields.raw("add_generation_prompt"):
         fields.refuse("continue_final_message", "contradicts add_generation_prompt: true.")
-    _refuse_tools(fields)
     return {
+        **({"tools": list(plan.tools)} if plan.tools else {}),
         "documents": fields.items("documents", dict, "a list of objects"),
-        "add_generation_prompt": fields.flag("add_generation_prompt", generation and not keep_open),
+        "add_generation_prompt": fields.flag("add_generation_prompt", not keep_open),
         "continue_final_message": keep_open,
         "chat_template": fields.text("chat_template"),
         "untrusted": True,
@@ -140,16 +163,11 @@ def template_options(fields: Fields, service: Service, *, generation: bool = Tru
     }
 
 
-def _refuse_tools(fields: Fields) -> None:
-    """Tools that could be called are refused; tools that must not be called are left out of the prompt."""
-    tools = fields.items("tools", dict, "a list of tools") or []
-    choice = fields.raw("tool_choice")
-    if choice is not None and choice not in ("none", "auto", "required") and not isinstance(choice, dict):
-        raise fields.wrong("tool_choice", "none, auto, required, or an object that names a function")
-    if choice == "required" or isinstance(choice, dict):
-        fields.refuse("tool_choice", "forced tool calls are not supported yet." if tools else "there are no tools.")
-    if tools and choice != "none":
-        fields.refuse("tools", "tool calls are not supported yet; with tool_choice 'none' the tools are ignored.")
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """Variables of chat templates that say how much to think, by the names that families have for it."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
 
 
 def _decided(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,6 +208,7 @@ class ChatWriter:
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._choices: dict[int, list[Output]] = {}
         self._started: set[int] = set()
+        self._readings: dict[int, Reading] = {}
 
     # ---- stream
 
@@ -200,9 +219,34 @@ class ChatWriter:
         if output.index not in self._started:
             self._started.add(output.index)
             parts.append(self._first(output))
-        if output.text or output.finished or output.logprobs or (self._shape.token_ids and output.token_ids):
-            parts.append(self._delta(output))
+        reported = output.finished or output.logprobs or (self._shape.token_ids and output.token_ids)
+        if self._shape.readings is not None:
+            parts += self._read(output, bool(reported))
+        elif output.text or reported:
+            delta = b'{"content":' + orjson.dumps(output.text) + b"}" if output.text or not output.finished else b"{}"
+            parts.append(self._delta(output, delta, output.finish_reason.value if output.finished else None))
         return b"".join(parts)
+
+    def _reading(self, index: int) -> Reading:
+        reading = self._readings.get(index)
+        if reading is None:
+            reading = self._readings[index] = self._shape.readings.new()
+        return reading
+
+    def _read(self, output: Output, reported: bool) -> list[bytes]:
+        """The chunks of an output with thoughts or calls; what is reported of tokens stands in the last one."""
+        reading = self._reading(output.index)
+        found = deltas(reading.take(output))
+        self._tally.thought(output.index, reading.reasoning_tokens)
+        if not found and not reported:
+            return []
+        *before, last = found or [{} if output.finished else {"content": ""}]
+        chunks = [
+            self._chunk(output.index, orjson.dumps(delta), b'"logprobs":null,"finish_reason":null', b"")
+            for delta in before
+        ]
+        reason = reading.finish_reason(output) if output.finished else None
+        return [*chunks, self._delta(output, orjson.dumps(last), reason)]
 
     def last_events(self) -> bytes:
         """The usage chunk, if asked for, and [DONE]."""
@@ -227,11 +271,10 @@ class ChatWriter:
             first += self._chunk(output.index, delta, b'"logprobs":null,"finish_reason":null', b"")
         return first
 
-    def _delta(self, output: Output) -> bytes:
-        delta = b'{"content":' + orjson.dumps(output.text) + b"}" if output.text or not output.finished else b"{}"
+    def _delta(self, output: Output, delta: bytes, reason: str | None) -> bytes:
         logprobs = self._logprobs([output])
         tail = b'"logprobs":' + (orjson.dumps(logprobs) if logprobs else b"null") + b',"finish_reason":'
-        tail += b'"%b"' % output.finish_reason.value.encode() if output.finished else b"null"
+        tail += b'"%b"' % reason.encode() if reason else b"null"
         if output.finished:
             tail += b',"stop_reason":' + orjson.dumps(output.stop_reason)
         if self._shape.token_ids:
@@ -247,6 +290,10 @@ class ChatWriter:
     def add(self, output: Output) -> None:
         """Keep an output for `body`."""
         self._tally.count(output, self._shape.n)
+        if self._shape.readings is not None:
+            reading = self._reading(output.index)
+            reading.take(output)
+            self._tally.thought(output.index, reading.reasoning_tokens)
         self._choices.setdefault(output.index, []).append(output)
 
     def body(self) -> bytes:
@@ -264,24 +311,39 @@ class ChatWriter:
         return orjson.dumps(answer)
 
     def _choice(self, index: int, outputs: list[Output]) -> dict[str, Any]:
-        message = {
-            "role": self._shape.role,
-            "content": self._shape.echo + "".join(output.text for output in outputs),
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
-            "reasoning": None,
-        }
+        message, reason = self._message(index, outputs)
         ids = [token for output in outputs for token in output.token_ids]
         return {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(outputs),
-            "finish_reason": outputs[-1].finish_reason.value,
+            "finish_reason": reason,
             "stop_reason": outputs[-1].stop_reason,
             "token_ids": ids if self._shape.token_ids else None,
         }
+
+    def _message(self, index: int, outputs: list[Output]) -> tuple[dict[str, Any], str]:
+        """The message of a choice, and why it ended."""
+        content, reason, more = "".join(output.text for output in outputs), outputs[-1].finish_reason.value, {}
+        if self._shape.readings is not None:
+            reading = self._reading(index)
+            found, reason = reading.message(), reading.finish_reason(outputs[-1])
+            content, more = found.content, {"reasoning": found.reasoning}
+            if found.reasoning is not None:
+                more["reasoning_content"] = found.reasoning
+            if found.calls:
+                more["tool_calls"] = found.calls
+        message = {
+            "role": self._shape.role,
+            "content": self._shape.echo + (content or "") if self._shape.echo else content,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": None,
+            **more,
+        }
+        return message, reason
 
     def _logprobs(self, outputs: Sequence[Output]) -> dict[str, Any] | None:
         shape = self._shape

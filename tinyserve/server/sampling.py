@@ -16,6 +16,7 @@ from attrs import frozen
 from ..request import RequestOutputKind, SamplingParams
 from .face import Service
 from .fields import Fields
+from .formats import read_format
 
 _NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -44,7 +45,6 @@ def read_sampling(
         decided: fields that each protocol reads in its own way (max_tokens, logprobs ...); they win.
     Raises: RequestError: with `param` set to the field at fault.
     """
-    _refuse_formats(fields)
     values: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
     values |= {name: fields.raw(name) for name in _NUMBERS if fields.holds(name)}
     values |= {name: fields.flag(name) for name in _FLAGS if fields.holds(name)}
@@ -53,6 +53,9 @@ def read_sampling(
         values["logit_bias"] = fields.mapping("logit_bias")
     if fields.holds("repetition_detection"):
         values["repetition_detection"] = fields.mapping("repetition_detection")
+    values["structured_outputs"] = read_format(fields)
+    if fields.holds("thinking_token_budget"):
+        values["thinking_token_budget"] = fields.integer("thinking_token_budget")
     values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     values |= decided
     if fields.holds("stop_token_ids") and "stop_token_ids" in defaults:
@@ -70,17 +73,6 @@ def _lists(fields: Fields) -> dict[str, Any]:
         if fields.holds(name):
             values[name] = fields.items(name, int, "a list of token ids")
     return values
-
-
-def _refuse_formats(fields: Fields) -> None:
-    wanted = fields.inner("response_format") if fields.holds("response_format") else None
-    if wanted is None:
-        return
-    kind = wanted.choice("type", ("text", "json_object", "json_schema", "structural_tag"))
-    if kind is None:
-        wanted.refuse("type", "a response_format needs a type.")
-    if kind != "text":
-        fields.refuse("response_format", f"type {kind!r} is not supported yet; only 'text' is.")
 
 
 def read_stream(fields: Fields, service: Service) -> StreamOptions:

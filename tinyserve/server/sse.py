@@ -214,6 +214,7 @@ class Tally:
         self._prompts = prompts
         self._details = details
         self._completion: dict[int, int] = {}
+        self._thoughts: dict[int, int] = {}
         self._cached: dict[int, int] = {}
 
     def count(self, output: Output, n: int) -> None:
@@ -222,9 +223,16 @@ class Tally:
         prompt = output.index // n
         self._cached[prompt] = max(self._cached.get(prompt, 0), output.usage.cached_tokens)
 
+    def thought(self, index: int, tokens: int) -> None:
+        """Note how many tokens of an answer were a thought; only for models whose thoughts are known."""
+        self._thoughts[index] = tokens
+
     def total(self) -> dict[str, Any]:
         """Usage of the whole request."""
-        return self._usage(sum(self._prompts), sum(self._completion.values()), sum(self._cached.values()))
+        usage = self._usage(sum(self._prompts), sum(self._completion.values()), sum(self._cached.values()))
+        if self._thoughts:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(self._thoughts.values())}
+        return usage
 
     def so_far(self, usage: Usage) -> bytes:
         """The usage of one answer, as a JSON member to append to a chunk."""

@@ -17,7 +17,7 @@ from .bodies import DETOKENIZE, TOKENIZE
 from .face import Service
 from .fields import Fields, read_body
 from .logprobs import token_bytes
-from .openai_chat import read_messages, template_options
+from .openai_chat import read_messages, read_tools, template_options
 from .schema import facts
 
 MAX_TOKENS = 2**22  # to decode; more than any context
@@ -32,7 +32,7 @@ async def tokenize(request: Request, service: Service) -> Response:
     service.model_name(fields.text("model"))
     if fields.given("messages"):
         messages = read_messages(fields, options.max_messages)
-        ids = await engine.encode_chat(messages, **template_options(fields, service))
+        ids = await engine.encode_chat(messages, **template_options(fields, service, read_tools(fields, service)))
     else:
         prompt = fields.text("prompt")
         if prompt is None:

@@ -57,7 +57,7 @@ class Family:
         special: its marks are special tokens, which have to be shown to the parser.
         certain: texts that, all found in a chat template, tell this family for sure.   but_not: none of these.
         whole: a ready table for formats in which calls, thoughts and answers are not nested (harmony).
-        whole_without: the same where no tools may be called.
+        whole_without: the same where no tools may be called.   whole_listed: where the answer is a list of calls.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Family:
     but_not: tuple[str, ...] = ()
     whole: Table | None = None
     whole_without: Table | None = None
+    whole_listed: Table | None = None
 
 
 @lru_cache(256)

@@ -44,11 +44,14 @@ _TO = re.compile(r"to=functions\.(?P<name>[\w.\-]+)")
 _OTHER = re.compile(r"analysis"), re.compile(r"")
 
 
-def _harmony(*, calls: bool) -> Table:
-    """Messages one after the other, each behind a header that names its channel and, for calls, its recipient."""
+def _harmony(*, calls: bool, listed: bool = False) -> Table:
+    """Messages one after the other, each behind a header that names its channel and, for calls, its recipient.
+
+    listed: the answer is a JSON list of calls.
+    """
     header, ended = Go("header", stay=True), Go("next")
     routes = ((_TO, Go("arguments", Act.BEGIN)),) if calls else ()
-    routes += (_OTHER[0], Go(THOUGHT)), (_OTHER[1], Go(TEXT))
+    routes += (_OTHER[0], Go(THOUGHT)), (_OTHER[1], Go("listed" if listed else TEXT))
     ends = {"<|end|>": ended, "<|return|>": ended, "<|call|>": ended}
     begins = {"<|channel|>": header, "<|start|>": header, "to=": header, "<|message|>": header}
     states: dict[str, State] = {
@@ -59,6 +62,8 @@ def _harmony(*, calls: bool) -> Table:
         "next": Expect({**begins, **ends}, otherwise=TEXT, silent=True),
         "arguments": Expect({"{": Go("json", stay=True), "<|call|>": Go("next", Act.END)}),
         "json": Read(JsonArguments, "next"),
+        "listed": Expect({"[": Go("list", stay=True)}, otherwise=TEXT),
+        "list": Read(JsonForm(arguments=("parameters",)), "next"),
     }
     return Table(states)
 
@@ -134,6 +139,7 @@ FAMILIES = (
         certain=(("<|channel|>", "<|message|>"),),
         whole=_harmony(calls=True),
         whole_without=_harmony(calls=False),
+        whole_listed=_harmony(calls=False, listed=True),
     ),
     Family(
         name="deepseek_r1",

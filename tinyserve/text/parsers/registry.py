@@ -20,9 +20,10 @@ from attrs import evolve, frozen
 from ...errors import ConfigError
 from ...structured import Thought
 from . import json_families, named_families, other_families, xml_families
-from .family import Family, Thinking, make_table
+from .family import Calls, Family, Thinking, make_table
+from .json_calls import JsonForm
 from .machine import Machine
-from .table import Table
+from .table import FRESH, Expect, Go, Read, Table
 
 FAMILIES: tuple[Family, ...] = (
     *xml_families.FAMILIES,
@@ -31,6 +32,10 @@ FAMILIES: tuple[Family, ...] = (
     *json_families.FAMILIES,
 )
 OFF = "none"
+LISTED = Calls(
+    first={"[": Go("list", stay=True)},
+    states={"list": Read(JsonForm(arguments=("parameters",)), "listed"), "listed": Expect({}, FRESH, silent=True)},
+)
 
 
 @frozen(kw_only=True)
@@ -98,9 +103,22 @@ class Parsing:
         start = "fresh" if not opened and self._closed(prompt) else None
         return Machine(self.table(calls=calls, thoughts=thoughts), tools=tools, opened=opened, start=start)
 
+    def listed(self, *, tools: Mapping[str, Mapping[str, Any]], prompt: str = "") -> Machine:
+        """A parser for an answer that a grammar makes a JSON list of calls, behind the model's own thought."""
+        whole = self._whole
+        if whole is not None:
+            return Machine(whole.whole_listed, tools=tools)
+        opened = self.opened(prompt)
+        start = "fresh" if not opened and self._closed(prompt) else None
+        return Machine(make_table(self.thinking, LISTED), tools=tools, opened=opened, start=start)
+
+    @property
+    def _whole(self) -> Family | None:
+        return next((family for family in (self.tools, self.thoughts) if family and family.whole), None)
+
     def table(self, *, calls: bool, thoughts: bool = True) -> Table:
         """The table for answers of this model."""
-        whole = next((family for family in (self.tools, self.thoughts) if family and family.whole), None)
+        whole = self._whole
         if whole is not None:
             return whole.whole if calls and whole is self.tools else whole.whole_without
         hidden = self.special if self.shows_special(calls=calls) else ()

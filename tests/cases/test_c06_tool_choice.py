@@ -1,0 +1,91 @@
+"""C06: tool_choice and finish_reason agree, whole and streamed."""
+
+import json
+
+import pytest
+
+from tests.scripted import ScriptModel, byte_tokenizer
+
+from .harness import CHAT, HI, serving
+from .test_c05_streamed_arguments import CALL, calls_of
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+F = {"type": "function", "function": {"name": "f", "parameters": CITY}}
+ASK = {**HI, "max_tokens": 200, "temperature": 0}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def serve(text, tok, **options):
+    script = ScriptModel(byte_tokenizer().encode(text).ids)
+    return serving(script, tok, **{"tool_call_parser": "hermes", **options})
+
+
+@pytest.mark.anyio
+async def test_none(tok):
+    """1: without tools; 2: markup arrives to the letter, tools are not in the prompt."""
+    async with serve(CALL, tok) as server:
+        bare = await server.ask(CHAT, ASK)
+        for body in (
+            {"tool_choice": "none"},
+            {"tool_choice": "none", "tools": [F]},
+            {"tool_choice": "auto", "tools": []},
+        ):
+            whole, _ = await server.both(CHAT, {**ASK, **body})
+            assert whole.text == CALL and whole.reason == "stop"
+            assert "tool_calls" not in whole.choices[0]["message"]
+            assert whole.usage["prompt_tokens"] == bare.usage["prompt_tokens"]  # 8 as well
+
+
+@pytest.mark.anyio
+async def test_required_forces_a_call(tok):
+    """3: the model wants to say hello, and calls f with a city; 4: cut, never tool_calls without a call."""
+    async with serve("hello", tok) as server:
+        whole, stream = await server.both(CHAT, {**ASK, "tools": [F], "tool_choice": "required"})
+        calls, content, _ = calls_of(stream)
+        assert calls and content == "" and whole.reason == "tool_calls"
+        for call in calls.values():
+            assert call["name"] == ["f"] and json.loads(call["arguments"])["city"] in ("Rome", "Oslo")
+        assert whole.choices[0]["message"]["content"] is None
+        cut, stream = await server.both(CHAT, {**ASK, "tools": [F], "tool_choice": "required", "max_tokens": 3})
+        assert cut.reason == "length" and not cut.choices[0]["message"].get("tool_calls")
+        one = {**ASK, "tools": [F], "tool_choice": "required", "parallel_tool_calls": False}
+        whole, _ = await server.both(CHAT, one)
+        assert len(whole.choices[0]["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.anyio
+async def test_a_named_tool(tok):
+    """5: the answer is the arguments; reason stop in both modes."""
+    async with serve("hello", tok, tool_call_parser="none") as server:
+        whole, stream = await server.both(CHAT, {**ASK, "tools": [F], "tool_choice": NAMED})
+        calls, content, _ = calls_of(stream)
+        assert list(calls) == [0] and calls[0]["name"] == ["f"] and content == ""
+        assert json.loads(calls[0]["arguments"])["city"] in ("Rome", "Oslo")
+        (call,) = whole.choices[0]["message"]["tool_calls"]
+        assert call["function"]["arguments"] == calls[0]["arguments"]
+        assert whole.reason == "stop" and whole.choices[0]["message"]["content"] is None
+
+
+@pytest.mark.anyio
+async def test_refusals(tok):
+    """6, 7, 9, and tools that are none."""
+    wrong = [
+        {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "zzz"}}},
+        {"tools": [], "tool_choice": "required"},
+        {"tool_choice": "required"},
+        {"tools": [F], "tool_choice": "any"},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": ""}}]},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [F, F]},
+        {"tools": [F], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": {"name": "g", "parameters": {"type": "strnig"}}}],
+         "tool_choice": "required"},
+    ]  # fmt: skip
+    async with serve("hello", tok) as server:
+        for body in wrong:
+            error = await server.refused(CHAT, {**ASK, **body})
+            assert error["param"].startswith(("tool", "messages")), (body, error)
+    async with serve("hello", tok, tool_call_parser="none") as server:
+        error = await server.refused(CHAT, {**ASK, "tools": [F]})
+        assert "--tool-call-parser" in error["message"]

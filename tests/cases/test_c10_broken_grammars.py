@@ -1,0 +1,92 @@
+"""C10: a broken regex or grammar is one client's problem."""
+
+import asyncio
+import time
+
+import pytest
+
+from tests.scripted import ScriptModel
+
+from .harness import CHAT, HI, TEXT, serving
+
+GOOD = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}}
+
+
+def schema(value):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}}
+
+
+BROKEN = [
+    *({"structured_outputs": {"regex": regex}} for regex in ("(", "*a", "[z-a]", "a{3,2}", "(?<=x)y", r"(.*)\1")),
+    {"structured_outputs": {"grammar": 'start: "a" nowhere'}},
+    {"structured_outputs": {"grammar": "root ::= ("}},
+    {"structured_outputs": {"json_object": False}},
+    {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    {"structured_outputs": {"structural_tag": {"structures": [], "triggers": []}}},
+    {"guided_regex": "("},
+    schema({"type": "strnig"}),
+    schema(""),
+    schema({"not": {"type": "string"}}),
+    schema({"$ref": "#/nowhere"}),
+    schema({"$ref": "https://example.com/schema"}),
+    {"response_format": {"type": "xml"}},
+    {"response_format": {"type": "json_schema"}},
+    {**GOOD, "structured_outputs": {"regex": "a"}},
+]
+
+
+@pytest.mark.anyio
+async def test_each_is_a_400_and_nobody_else_notices(tok):
+    """Each right after a valid request and while a stream of 60 tokens runs, whose text stays as it is."""
+    async with serving(ScriptModel([97] * 60, seconds=0.005), tok) as server:
+        text = (await server.ask(TEXT, {"model": "tiny", "prompt": "x", "max_tokens": 60})).text
+        for start in range(0, len(BROKEN), 7):
+            running = asyncio.create_task(server.stream(TEXT, {"model": "tiny", "prompt": "x", "max_tokens": 60}))
+            for body in BROKEN[start : start + 7]:
+                assert (await server.ask(CHAT, {**HI, **GOOD, "max_tokens": 8})).text in ("1", "2")
+                error = await server.refused(CHAT, {**HI, **body})
+                assert error["param"], (body, error)
+            assert (await running).text == text
+        plain = await server.ask(CHAT, {**HI, "response_format": {"type": "text"}, "max_tokens": 5})
+        assert plain.text == "aaaaa"
+
+
+@pytest.mark.anyio
+async def test_a_keyword_that_is_not_enforced_is_named(tok):
+    words = {
+        "uniqueItems": True, "contains": {}, "not": {}, "propertyNames": {}, "dependentRequired": {}, "if": {},
+        "$dynamicRef": "#a", "dependencies": {}, "unevaluatedProperties": False, "dependentSchemas": {},
+        "minContains": 2, "unevaluatedItems": False,
+    }  # fmt: skip
+    async with serving(ScriptModel(), tok) as server:
+        for word, value in words.items():
+            error = await server.refused(CHAT, {**HI, **schema({"type": ["array", "object"], word: value})})
+            assert word in error["message"], error
+
+
+@pytest.mark.anyio
+async def test_big_repetitions_do_not_hold_the_loop(tok):
+    """`(a{1,500}){1,500}` and worse: an answer or an error of their own, while another stream gets its tokens."""
+    async with serving(ScriptModel([97] * 400), tok) as server:
+        gaps = []
+
+        async def tick():
+            while True:
+                start = time.monotonic()
+                await asyncio.sleep(0.001)
+                gaps.append(time.monotonic() - start)
+
+        ticking = asyncio.create_task(tick())
+        big = {
+            f"k{number}": {"type": "string", "pattern": "^[a-z]{1,50}(foo|bar)[0-9]{2,40}$"} for number in range(500)
+        }
+        for body in (
+            {"structured_outputs": {"regex": "(a{1,500}){1,500}"}},
+            {"structured_outputs": {"regex": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"}},
+            schema({"type": "object", "properties": big, "additionalProperties": False}),
+        ):
+            reply = await server.ask(CHAT, {**HI, **body, "max_tokens": 100})
+            assert reply.status in (200, 400)
+        ticking.cancel()
+        assert max(gaps) < 0.25

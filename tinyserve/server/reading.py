@@ -1,0 +1,240 @@
+"""Answers taken apart while they are written: text, thoughts and calls, the same whole and streamed.
+
+    Output -> Machine (text/parsers) -> events -> deltas of the chat route, or parts of a response's or message's blocks
+
+One `Reading` belongs to one answer. It also knows how an answer ended: with calls or without, and how many of its
+tokens were a thought.
+
+Before: tools.py, text/parsers.  After: the protocol files.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from ..errors import RequestError
+from ..grammar.thought import Gate
+from ..request import FinishReason, Output, SamplingParams
+from ..text.parsers.events import Event, Kind, Parsed
+from ..text.parsers.registry import Parsing
+from . import blocks
+from .tools import ToolPlan
+
+_PROMPT_END = 16  # tokens, in which the mark of an open thought stands
+
+
+@frozen(kw_only=True, eq=False)
+class Readings:
+    """Makes the readings of one request's answers.
+
+    Args:
+        parsing: how the model writes.   plan: what it may call.
+        encode: the tokenizer's.   prompt: the end of the prompt.
+        thoughts: whether thoughts are told; else they are left out of the answer.
+        special: whether the client asked to see special tokens.
+    """
+
+    parsing: Parsing
+    plan: ToolPlan
+    tokenizer: Any
+    prompt: str
+    thoughts: bool = True
+    special: bool = False
+
+    @classmethod
+    def of(
+        cls, engine: Any, plan: ToolPlan, prompt_ids: Sequence[int], *, thoughts: bool = True, special: bool = False
+    ) -> Readings:
+        """For a prompt. Raises: RequestError: the model has tools to choose from, but how it calls them is unknown."""
+        parsing = engine.parsing
+        if plan.mode == "auto" and parsing.tools is None:
+            raise RequestError(
+                "tools: how this model writes tool calls is not known; start the server with --tool-call-parser, or "
+                "use tool_choice 'required' or 'none'.",
+                param="tools",
+            )
+        prompt = engine.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
+        return cls(
+            parsing=evolve(parsing, special=()) if special else parsing,
+            plan=plan,
+            tokenizer=engine.tokenizer,
+            prompt=prompt,
+            thoughts=thoughts,
+            special=special,
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether answers are nothing but text."""
+        return not self.parsing.reads_thoughts and self.plan.mode == "none"
+
+    def prepared(self, sampling: SamplingParams) -> SamplingParams:
+        """Sampling parameters under which the parser sees its marks and the grammar of the tools holds.
+
+        Raises: RequestError: a form is asked for beside a tool that must be called.
+        """
+        grammar = self.plan.grammar()
+        if grammar is not None:
+            if sampling.structured_outputs is not None:
+                raise RequestError(
+                    "tool_choice forces a call, so the answer cannot have another form.", param="tool_choice"
+                )
+            sampling = evolve(sampling, structured_outputs=grammar)
+        if sampling.skip_special_tokens and self.parsing.shows_special(calls=self.plan.mode == "auto"):
+            sampling = evolve(sampling, skip_special_tokens=False)
+        return sampling
+
+    def new(self) -> Reading:
+        """The reading of one answer."""
+        plan, parsing = self.plan, self.parsing
+        if plan.mode == "required":
+            machine = parsing.listed(tools=plan.schemas, prompt=self.prompt)
+        else:
+            machine = parsing.machine(calls=plan.mode == "auto", tools=plan.schemas, prompt=self.prompt)
+        thought = parsing.thought(self.prompt, None)
+        gate = Gate(thought, lambda text: self.tokenizer.encode(text, add_special_tokens=False)) if thought else None
+        return Reading(machine, self, gate)
+
+
+@frozen
+class Message:
+    """What a whole answer holds. calls: in the chat route's form."""
+
+    content: str | None
+    reasoning: str | None
+    calls: list[dict[str, Any]]
+
+
+class Reading:
+    """One answer, read as it comes.
+
+    Attributes:
+        parsed: all of it so far.   reasoning_tokens: how many of its tokens were a thought.
+    """
+
+    def __init__(self, machine: Any, asked: Readings, gate: Gate | None) -> None:
+        self._machine = machine
+        self._asked = asked
+        self._gate = gate
+        self._named = asked.plan.name if asked.plan.mode == "named" else ""
+        self.parsed = Parsed()
+        self.reasoning_tokens = 0
+
+    def take(self, output: Output) -> list[Event]:
+        """The events that an output makes. What this output itself takes back is not told at all."""
+        self._count(output.token_ids)
+        events = self._machine.feed(output.text)
+        if output.finished:
+            own = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
+            events += self._machine.finish(cut=not own)
+            if self._named:
+                events.append(Event(Kind.CALL_END, index=0))
+        events = _settled(self._as_named(events) if self._named else events)
+        if not self._asked.plan.parallel:
+            events = [event for event in events if event.index <= 0]
+        if not self._asked.thoughts:
+            events = [event for event in events if event.kind is not Kind.THOUGHT]
+        self.parsed.add(events)
+        return events
+
+    def message(self) -> Message:
+        """The whole answer."""
+        calls = [
+            {
+                "id": call.id or _new_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for _, call in sorted(self.parsed.calls.items())
+        ]
+        nothing = None if calls or self.parsed.thought else ""
+        return Message(self.parsed.text or nothing, self.parsed.thought or None, calls)
+
+    def finish_reason(self, output: Output) -> str:
+        """Why the answer ended, for the client: tool_calls if it ended by itself with at least one call."""
+        reason = output.finish_reason
+        calls = any(call.complete for call in self.parsed.calls.values())
+        return "tool_calls" if reason is FinishReason.STOP and calls and not self._named else reason.value
+
+    def parts(self, output: Output) -> Iterable[blocks.Part]:
+        """The same as parts of blocks, for the protocols that write those."""
+        for event in self.take(output):
+            match event.kind:
+                case Kind.TEXT | Kind.CALL_BROKEN | Kind.NO_THOUGHT:
+                    yield blocks.Part(blocks.TEXT, event.text)
+                case Kind.THOUGHT:
+                    yield blocks.Part(blocks.THOUGHT, event.text)
+                case Kind.CALL_BEGIN:
+                    yield blocks.Part(blocks.CALL, name=event.name)
+                case Kind.CALL_ARGS:
+                    yield blocks.Part(blocks.CALL, event.text)
+
+    def _as_named(self, events: Iterable[Event]) -> Iterable[Event]:
+        """The answer's text is the arguments of the tool that was named."""
+        begun = bool(self.parsed.calls)
+        for event in events:
+            if event.kind is Kind.TEXT:
+                if not begun:
+                    yield Event(Kind.CALL_BEGIN, index=0, name=self._named)
+                begun = True
+                yield Event(Kind.CALL_ARGS, event.text, 0)
+            elif event.kind is not Kind.CALL_END or begun:
+                yield event
+
+    def _count(self, ids: Sequence[int]) -> None:
+        if self._gate is None:
+            return
+        for token in ids:
+            self.reasoning_tokens += self._gate.takes(token, self._asked.tokenizer.token_bytes(token))
+
+
+def _settled(events: Iterable[Event]) -> list[Event]:
+    """Events without those that a later one of them takes back."""
+    kept: list[Event] = []
+    for event in events:
+        if event.kind is Kind.CALL_BROKEN and any(
+            each.kind is Kind.CALL_BEGIN and each.index == event.index for each in kept
+        ):
+            kept = [each for each in kept if each.index != event.index]
+            event = Event(Kind.TEXT, event.text)
+        elif event.kind is Kind.NO_THOUGHT:
+            whole = "".join(each.text for each in kept if each.kind is Kind.THOUGHT)
+            if whole.strip() == event.text.strip():
+                kept = [each for each in kept if each.kind is not Kind.THOUGHT]
+                event = Event(Kind.TEXT, event.text)
+        kept.append(event)
+    return kept
+
+
+# ---- the chat route's words for events
+
+
+def _new_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def deltas(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Chat deltas for events, as few as possible: each holds a text, a thought, or pieces of calls."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        match event.kind:
+            case Kind.TEXT | Kind.CALL_BROKEN | Kind.NO_THOUGHT:
+                found.append({"content": event.text})
+            case Kind.THOUGHT:
+                found.append({"reasoning": event.text, "reasoning_content": event.text})
+            case Kind.CALL_BEGIN:
+                function = {"name": event.name, "arguments": ""}
+                call = {"index": event.index, "id": event.id or _new_id(), "type": "function", "function": function}
+                found.append({"tool_calls": [call]})
+            case Kind.CALL_ARGS:
+                last = found[-1].get("tool_calls", [{}])[-1] if found else {}
+                if last.get("index") == event.index:
+                    last["function"]["arguments"] += event.text
+                else:
+                    piece = {"index": event.index, "function": {"arguments": event.text}}
+                    found.append({"tool_calls": [piece]})
+    return found
