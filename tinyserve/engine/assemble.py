@@ -62,14 +62,11 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     Raises: ConfigError: the cache cannot hold what is asked.
     """
     from ..device import Device
-    from ..grammar.compile import THREADS, Grammars
-    from ..grammar.mask import MaskPool
     from ..kv.cache import KVCache
     from ..kv.groups import group_layers
     from ..kv.storage import allocate
     from ..runner.memory import Needs, step_bytes
     from ..runner.warmup import compile_kernels, graph_bytes, rehearse, warm_up
-    from ..runner.workers import Workers
     from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
@@ -100,20 +97,17 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
             warm_up(runner)
     _log.info("%s", plan.report())
     cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
-    ends = parts.eos_ids | parts.extra_eos_ids
-    grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, Workers("tinyserve-grammar", THREADS))
-    masks = MaskPool(Workers("tinyserve-mask"))
+    words = _words(parts)
     scheduler = Scheduler(
         options,
         cache,
         max_model_len=plan.max_model_len,
         slots=runner.limits.rows,
-        constrain=grammars.constrain,
-        start_masks=masks.start,
+        constrain=words["grammars"].constrain,
+        start_masks=words["masks"].start,
     )
     return Machine(
-        grammars=grammars,
-        masks=masks,
+        **words,
         scheduler=scheduler,
         runner=runner,
         cache=cache,
@@ -122,6 +116,17 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
         depth=options.depth,
         report=plan.report(),
     )
+
+
+def _words(parts: Parts) -> dict[str, Any]:
+    """What holds answers to grammars, each with threads of its own: grammars, masks."""
+    from ..grammar.compile import THREADS, Grammars
+    from ..grammar.mask import MaskPool
+    from ..runner.workers import Workers
+
+    ends = parts.eos_ids | parts.extra_eos_ids
+    grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, Workers("tinyserve-grammar", THREADS))
+    return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"))}
 
 
 def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> Any:
