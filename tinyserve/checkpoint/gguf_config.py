@@ -22,7 +22,17 @@ ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "command-r": ("cohere", "CohereForCausalLM"),
+    "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),
+    "arcee": ("arcee", "ArceeForCausalLM"),
 }
 # Metadata key without the architecture's prefix -> key of config.json. All are single whole numbers.
 SIZES = {
@@ -32,7 +42,7 @@ SIZES = {
     "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads",
 }
-# Metadata that would change the numbers and that no model here implements, with the value that means "off".
+# Metadata that would change the numbers, with the value that means "off": refused unless an architecture is in READ.
 MUST_BE_OFF = {
     "expert_count": 0,
     "attention.max_alibi_bias": 0.0,
@@ -42,11 +52,19 @@ MUST_BE_OFF = {
     "embedding_scale": 0.0,
     "attention.scale": 0.0,
 }
+READ = {
+    "granite": ("logit_scale", "residual_scale", "embedding_scale", "attention.scale"),
+    "command-r": ("logit_scale",),
+    "cohere2": ("logit_scale",),
+}
+PARTIAL = ("phi3",)  # rotation of a part of each head
 # Llama 3.1 and later stretch long wavelengths by these fixed numbers; the file holds only the resulting factors.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 GEMMA3_FULL_EVERY = 6
 GEMMA3_LOCAL_THETA = 10000.0
-GEMMA3_27B_LAYERS = 62  # the one size whose query scale is hidden/heads, not the head size
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # the one size whose query scale is hidden/heads, not the head size
+OLMO3_FULL_EVERY = 4
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -63,7 +81,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         )
     facts = _Facts(file)
     for key, off in MUST_BE_OFF.items():
-        value = facts.get(key, off)
+        value = off if key in READ.get(architecture, ()) else facts.get(key, off)
         if isinstance(value, np.ndarray) or value != off:
             raise UnsupportedModel(
                 f"{file.path}: {architecture}.{key} = {value} is not implemented for {architecture}."
@@ -75,7 +93,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "architectures": [class_name],
         "num_key_value_heads": facts.size("attention.head_count_kv", config["num_attention_heads"]),
         "head_dim": _head_dim(facts, config),
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon", 1e-6),
+        **_epsilon(facts),
         "rope_theta": facts.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(facts),
         "vocab_size": _vocab_size(file),
@@ -87,8 +105,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     for name in ("bos", "eos", "padding"):
         value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         config["pad_token_id" if name == "padding" else f"{name}_token_id"] = value if isinstance(value, int) else None
-    if architecture == "gemma3":
-        config |= _gemma3(facts, config)
+    if architecture in OWN:
+        config |= OWN[architecture](facts, config)
     if facts.get("rope.scaling.type") is None and "rope_freqs.weight" in file.tensors:
         config["rope_scaling"] = _llama3_scaling(file, config)
     return config
@@ -127,7 +145,7 @@ def _head_dim(facts: _Facts, config: dict[str, Any]) -> int:
     if facts.size("attention.value_length", dim) != dim:
         raise UnsupportedModel(f"{facts.file.path}: keys and values of different lengths are not implemented.")
     rotary = facts.size("rope.dimension_count", dim)
-    if rotary != dim:
+    if rotary != dim and facts.prefix not in PARTIAL:
         raise UnsupportedModel(f"{facts.file.path}: rotation of {rotary} of {dim} dimensions is not implemented.")
     return dim
 
@@ -178,16 +196,118 @@ def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _epsilon(facts: _Facts) -> dict[str, float | None]:
+    """The norms' epsilon under the key of the norm that the file names."""
+    if (centred := facts.number("attention.layer_norm_epsilon", None)) is not None:
+        return {"layer_norm_eps": centred}
+    return {"rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon", 1e-6)}
+
+
+def _kinds(facts: _Facts, layers: int, every: int) -> list[str]:
+    """FULL or SLIDING for each layer: listed in the file as flags, or every so many layers is full."""
+    pattern = facts.get("attention.sliding_window_pattern", every)
+    if isinstance(pattern, np.ndarray):
+        if len(pattern) != layers:
+            raise CheckpointError(f"{facts.file.path}: sliding_window_pattern lists {len(pattern)} of {layers} layers.")
+        return [SLIDING if flag else FULL for flag in pattern.tolist()]
+    every = facts.size("attention.sliding_window_pattern", every)
+    return [FULL if number % every == every - 1 else SLIDING for number in range(layers)]
+
+
+def _gemma(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    return {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _query_scalar(facts: _Facts, config: dict[str, Any]) -> int:
+    large = config["num_hidden_layers"] == GEMMA_27B_LAYERS[facts.prefix]
+    return config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+
+
+def _gemma2(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(facts, config) | {
+        "sliding_window": facts.size("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _query_scalar(facts, config),
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0),
+    }
+
+
 def _gemma3(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
-    every = facts.size("attention.sliding_window_pattern", GEMMA3_FULL_EVERY)
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
+    return _gemma(facts, config) | {
         "sliding_window": facts.size("attention.sliding_window"),
-        "layer_types": ["full_attention" if n % every == every - 1 else "sliding_attention" for n in range(layers)],
+        "layer_types": _kinds(facts, config["num_hidden_layers"], GEMMA3_FULL_EVERY),
         "rope_local_base_freq": facts.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA),
-        "query_pre_attn_scalar": hidden // heads if layers == GEMMA3_27B_LAYERS else config["head_dim"],
+        "query_pre_attn_scalar": _query_scalar(facts, config),
         "attn_logit_softcapping": facts.number("attn_logit_softcapping", None),
         "final_logit_softcapping": facts.number("final_logit_softcapping", None),
     }
+
+
+def _phi3(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    window, dim = facts.get("attention.sliding_window", 0), config["head_dim"]
+    found = {
+        "sliding_window": facts.size("attention.sliding_window") if window else None,
+        "partial_rotary_factor": facts.size("rope.dimension_count", dim) / dim,
+    }
+    if "rope_factors_long.weight" not in facts.file.tensors:
+        return found
+    factors = {name: _numbers(facts.file, f"rope_factors_{name}.weight") for name in ("long", "short")}
+    found["original_max_position_embeddings"] = facts.size("rope.scaling.original_context_length")
+    found["rope_scaling"] = {"rope_type": "longrope", **{f"{name}_factor": list_ for name, list_ in factors.items()}}
+    if (amplitude := facts.number("rope.scaling.attn_factor", None)) is not None:
+        found["rope_scaling"]["attention_factor"] = amplitude
+    return found
+
+
+def _numbers(file: GGUFFile, name: str) -> list[float]:
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.type != "F32" or len(tensor.shape) != 1:
+        raise CheckpointError(f"{file.path}: {name} must be a row of F32 numbers.")
+    return tensor.data.view("<f4").tolist()
+
+
+def _granite(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": facts.number("embedding_scale", 1.0),
+        "attention_multiplier": facts.number("attention.scale", config["head_dim"] ** -0.5),
+        "residual_multiplier": facts.number("residual_scale", 1.0),
+        "logits_scaling": facts.number("logit_scale", 1.0),
+    }
+
+
+def _olmo2(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    if facts.get("attention.sliding_window") is None:
+        return {}
+    return {  # a file of OLMo 3 calls itself olmo2, too
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": facts.size("attention.sliding_window"),
+        "layer_types": _kinds(facts, config["num_hidden_layers"], OLMO3_FULL_EVERY),
+    }
+
+
+def _cohere(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    own = {"logit_scale": facts.number("logit_scale", 0.0625)}
+    if facts.prefix == "cohere2":
+        return own | {"sliding_window": facts.size("attention.sliding_window")}
+    return own | {"use_qk_norm": "blk.0.attn_q_norm.weight" in facts.file.tensors}
+
+
+def _starcoder2(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    bias = "blk.0.attn_q.bias" in facts.file.tensors
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": bias, "attention_bias": None, "mlp_bias": None}
+
+
+# What an architecture says beyond the common metadata, and how it differs from "silu" without windows.
+OWN = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "command-r": _cohere,
+    "cohere2": _cohere,
+    "starcoder2": _starcoder2,
+    "arcee": lambda facts, config: {"hidden_act": "relu2"},
+}

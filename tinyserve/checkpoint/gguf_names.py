@@ -36,17 +36,33 @@ NAMES = {
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
 }
+_LAYER = "model.layers.{}."
+_GEMMA = {
+    "blk.{}.post_attention_norm": _LAYER + "post_attention_layernorm",
+    "blk.{}.ffn_norm": _LAYER + "pre_feedforward_layernorm",
+    "blk.{}.post_ffw_norm": _LAYER + "post_feedforward_layernorm",
+}
 # Where an architecture uses a name for something else.
 OWN_NAMES = {
-    "gemma3": {
-        "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
-        "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
-        "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "olmo2": {
+        "blk.{}.post_attention_norm": _LAYER + "post_attention_layernorm",
+        "blk.{}.post_ffw_norm": _LAYER + "post_feedforward_layernorm",
+    },
+    "phi3": {
+        "blk.{}.attn_qkv": _LAYER + "self_attn.qkv_proj",
+        "blk.{}.ffn_up": _LAYER + "mlp.gate_up_proj",
+    },
+    "starcoder2": {
+        "blk.{}.ffn_up": _LAYER + "mlp.c_fc",
+        "blk.{}.ffn_down": _LAYER + "mlp.c_proj",
     },
 }
-PAIRED_ROTARY = {"llama"}  # q and k rows are stored for a rotation of neighbouring pairs
-NORM_PLUS_ONE = {"gemma3"}
-ELSEWHERE = {"rope_freqs.weight"}  # read with the metadata (gguf_config.py)
+PAIRED_ROTARY = {"llama", "granite", "smollm3", "arcee"}  # q and k rows are stored for a rotation of neighbouring pairs
+NORM_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
+# Read with the metadata (gguf_config.py).
+ELSEWHERE = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
 @frozen(eq=False)
