@@ -343,7 +343,7 @@ def attention_prefill(
     if not use_kernel(q):
         return attention_prefill_reference(
             q, k_cache, v_cache, block_tables, query_start, seq_lens, scale=scale, max_query_len=max_query_len,
-            window=window, softcap=softcap, sinks=sinks, out=out,
+            window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out,
         )  # fmt: skip
     tensors = q, k_cache, v_cache, sinks, alibi_slopes, out
     check_ragged("attention_prefill", tensors, scale, block_tables, query_start, seq_lens)
