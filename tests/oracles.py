@@ -184,6 +184,9 @@ CONFIGS = {
         "OPT", ffn_dim=60, word_embed_proj_dim=48, enable_bias=False, layer_norm_elementwise_affine=False,
         activation_function="gelu",
     ),
+    "bloom": lambda: old("Bloom", n_layer=3, n_head=4),
+    "bloom-6": lambda: old("Bloom", n_layer=2, n_head=6, tie_word_embeddings=False),
+    "falcon-rw": lambda: old("Falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "falcon": lambda: old("Falcon", ffn_hidden_size=100),
     "falcon-40b": lambda: old("Falcon", new_decoder_architecture=True, num_kv_heads=2, tie_word_embeddings=False),
     "falcon-11b": lambda: old("Falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
@@ -212,8 +215,9 @@ def save_config(config: transformers.PretrainedConfig, folder: Path, *, seed: in
 
 
 def open_reference(folder: Path) -> transformers.PreTrainedModel:
-    """The checkpoint as transformers runs it: float32, its plainest attention."""
-    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    """The checkpoint as transformers runs it: float32, its plainest attention (which in Falcon adds ALiBi twice)."""
+    alibi = getattr(transformers.AutoConfig.from_pretrained(folder), "alibi", False)
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa" if alibi else "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 

@@ -89,7 +89,9 @@ def test_chunks_and_mixed_batches_change_nothing(name, checkpoint):
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3", "gemma3", "gemma2", "cohere-norms", "apertus"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2-window", "qwen3", "gemma3", "gemma2", "cohere-norms", "apertus", "bloom-6"]
+)
 def test_triton_kernels_give_the_same_logits(name, checkpoint):
     """Every op by its interpreted Triton kernel: a prefill, then a decode beside the rest of a prompt, within 1e-4."""
     folder = checkpoint(name)
