@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from tests.engine.toy import letters, machine, make_parts, script
+from tests.engine.toy import ToyRunner, letters, machine, make_parts, script
 from tinyserve import config
 from tinyserve.engine.engine import Engine
 from tinyserve.server.app import create_app
@@ -166,3 +166,30 @@ def test_server_info_has_no_keys(run):
     assert whole.json()["model"]["max_model_len"] == 256 and whole.json()["config"]["server"]["api_key"] == "1 keys"
     assert "max_num_seqs=" in lines.json()["config"]
     assert "sesame" not in whole.text + lines.text
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", {"prompt": ["x" * 100, "y" * 100]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 200}]}),
+])  # fmt: skip
+def test_the_progress_of_a_prompt(run, path, body):
+    """200 prompt tokens in steps of 16: the numbers grow, the answer is the same as without."""
+
+    async def go():
+        made, built = machine(letters, runner=ToyRunner(letters, seconds=0.03), max_num_batched_tokens=16,
+                              max_num_seqs=4)  # fmt: skip
+        parts = make_parts(template=ChatTemplate("{{ messages[0].content }}"))
+        engine = await Engine.start(made, parts=parts, machine=built)
+        app = create_app(Service(config.build({"model": "toy"}), engine))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            asked = {**body, "stream": True, "return_progress": True, "temperature": 0, "max_tokens": 3}
+            chunks = events(await client.post(path, json=asked))
+            refused(await client.post(path, json={**asked, "stream": False}), 400, "return_progress")
+        await engine.close()
+        return chunks
+
+    chunks = run(go())
+    told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert len(told) >= 2 and {t["total"] for t in told} <= {100, 200}
+    assert [t["processed"] for t in told] == sorted(t["processed"] for t in told)
+    assert all(chunk["choices"] for chunk in chunks[len(told) :])

@@ -279,6 +279,10 @@ class Engine:
         """
         return self.streams.abort(request_id)
 
+    def progress(self, request_id: str) -> tuple[int, int, int] | None:
+        """How far a request's prompt is, see Scheduler.progress; None when it is not known (yet)."""
+        return next(map(self.machine.scheduler.progress, self.streams.ids(request_id)), None)
+
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text of any length, made off the loop."""
         return await self.intake.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -222,6 +222,10 @@ class Streams:
             self.cancel(stream, tell=True)
         return count
 
+    def ids(self, name: str) -> list[str]:
+        """The ids of a request's answers that have not ended."""
+        return [answer.request.id for answer, _ in self._answers.values() if answer.name == name]
+
     def fail(self, error: Callable[[], Exception]) -> None:
         """End every stream with an error: nobody will feed them any more. Each reader gets an error of its own."""
         for answer, _ in self._answers.values():

@@ -120,6 +120,11 @@ class Scheduler:
             numerics_errors=self._numerics_errors,
         )
 
+    def progress(self, request_id: str) -> tuple[int, int, int] | None:
+        """Prompt tokens of a request: computed or found, found in the cache, all of them; None when it has ended."""
+        seq = self._sequences.get(request_id)
+        return seq and (min(seq.computed, len(seq.request.prompt_ids)), seq.cached or 0, len(seq.request.prompt_ids))
+
     def add(self, request: Request) -> None:
         """Queue a request.
 

@@ -98,6 +98,8 @@ STREAMING = [
     ), "Allowed only together with stream."),
     Param("stream_interval", integer(1, 2**31 - 1), "Tokens in a chunk; the server's --stream-interval if that is "
           "larger. The first and the last chunk come at once."),
+    Param("return_progress", flag(), "While the prompt is computed, send chunks without choices that hold "
+          "`prompt_progress`: total, cache, processed, time_ms. Only with stream.", False),
 ]  # fmt: skip
 REQUEST = [
     Param("priority", integer(*INT64), "Lower runs earlier, with --scheduling-policy priority.", 0),

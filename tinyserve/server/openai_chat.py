@@ -33,7 +33,7 @@ from .reading import Reading, Readings, deltas
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .schema import facts
-from .sse import DONE, Generation, Tally, openai_failed
+from .sse import DONE, Generation, Progress, Tally, openai_failed
 from .tools import ToolPlan, plan_tools
 
 
@@ -108,7 +108,10 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None)
     else:
         outputs = engine.generate(ids, sampling, request_id=request_id, thinks=True, **more)
-    return Generation([outputs], shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval)
+    progress = Progress(writer.head, engine.progress, [request_id]) if stream.progress else None
+    return Generation(
+        [outputs], shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval, progress=progress
+    )
 
 
 def name_of(request: Request, fields: Fields) -> str:
@@ -205,7 +208,7 @@ class ChatWriter:
         self._stream = stream
         self._tally = Tally([len(shape.prompt_ids)], details=details)
         head = orjson.dumps({**self._identity, "object": "chat.completion.chunk"})
-        self._head = b"data: " + head[:-1] + b',"choices":['
+        self.head = b"data: " + head[:-1] + b',"choices":['
         self._choices: dict[int, list[Output]] = {}
         self._started: set[int] = set()
         self._readings: dict[int, Reading] = {}
@@ -252,7 +255,7 @@ class ChatWriter:
         """The usage chunk, if asked for, and [DONE]."""
         if not self._stream.include_usage:
             return DONE
-        return self._head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
+        return self.head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
 
     def failed(self, failure: Failure) -> bytes:
         """The error as an event, and [DONE]."""
@@ -283,7 +286,7 @@ class ChatWriter:
         return self._chunk(output.index, delta, tail, usage)
 
     def _chunk(self, index: int, delta: bytes, tail: bytes, usage: bytes) -> bytes:
-        return b'%b{"index":%d,"delta":%b,%b}]%b}\n\n' % (self._head, index, delta, tail, usage)
+        return b'%b{"index":%d,"delta":%b,%b}]%b}\n\n' % (self.head, index, delta, tail, usage)
 
     # ---- one object
 

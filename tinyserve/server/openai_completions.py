@@ -30,7 +30,7 @@ from .openai_chat import name_of
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .schema import facts
-from .sse import DONE, Generation, Tally, openai_failed
+from .sse import DONE, Generation, Progress, Tally, openai_failed
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 16384  # prompts times answers
@@ -91,14 +91,18 @@ async def completions(request: Request, service: Service) -> Generation:
     request_id = "cmpl-" + name_of(request, fields)
     writer = CompletionWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
     log_request(service.config.log, request_id, sampling, sum(len(p.ids) for p in prompts), fields.raw("prompt"))
+    names = [f"{request_id}-{number}" for number in range(len(prompts))]
     if beam:
         sources = [beam_outputs(engine, p.ids, beam, logprobs=sampling.logprobs is not None) for p in prompts]
     else:
         sources = [
-            engine.generate(prompt.ids, sampling, request_id=f"{request_id}-{number}", **more)
-            for number, prompt in enumerate(prompts)
+            engine.generate(prompt.ids, sampling, request_id=name, **more)
+            for name, prompt in zip(names, prompts, strict=True)
         ]
-    return Generation(sources, shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval)
+    progress = Progress(writer.head, engine.progress, names) if stream.progress else None
+    return Generation(
+        sources, shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval, progress=progress
+    )
 
 
 def read_prompts(fields: Fields) -> list[str | list[int]]:
@@ -188,7 +192,7 @@ class CompletionWriter:
         self._shape = shape
         self._stream = stream
         self._tally = Tally([len(prompt.ids) for prompt in shape.prompts], details=details)
-        self._head = b"data: " + orjson.dumps(self._identity)[:-1] + b',"choices":['
+        self.head = b"data: " + orjson.dumps(self._identity)[:-1] + b',"choices":['
         self._choices: dict[int, list[Output]] = {}
         self._logprobs: dict[int, TextLogprobs] = {}
         self._started: set[int] = set()
@@ -232,13 +236,13 @@ class CompletionWriter:
             if first:
                 tail += b',"prompt_token_ids":' + orjson.dumps(list(self._prompt(output.index).ids))
         usage = self._tally.so_far(output.usage) if self._stream.continuous else b""
-        return b'%b{"index":%d,"text":%b,%b}]%b}\n\n' % (self._head, output.index, orjson.dumps(text), tail, usage)
+        return b'%b{"index":%d,"text":%b,%b}]%b}\n\n' % (self.head, output.index, orjson.dumps(text), tail, usage)
 
     def last_events(self) -> bytes:
         """The usage chunk, if asked for, and [DONE]."""
         if not self._stream.include_usage:
             return DONE
-        return self._head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
+        return self.head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
 
     def failed(self, failure: Failure) -> bytes:
         """The error as an event, and [DONE]."""

@@ -27,11 +27,12 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "sp
 
 @frozen(kw_only=True)
 class StreamOptions:
-    """How an answer is sent. continuous: usage in every chunk."""
+    """How an answer is sent. continuous: usage in every chunk. progress: chunks while the prompt is computed."""
 
     stream: bool = False
     include_usage: bool = False
     continuous: bool = False
+    progress: bool = False
 
 
 def read_sampling(
@@ -86,7 +87,10 @@ def read_stream(fields: Fields, service: Service) -> StreamOptions:
     force = service.config.server.enable_force_include_usage
     include = force or (options is not None and options.flag("include_usage"))
     continuous = force or (include and options is not None and options.flag("continuous_usage_stats"))
-    return StreamOptions(stream=stream, include_usage=include, continuous=continuous)
+    progress = fields.holds("return_progress") and fields.flag("return_progress")
+    if progress and not stream:
+        fields.refuse("return_progress", "allowed only together with stream: true.")
+    return StreamOptions(stream=stream, progress=progress, include_usage=include, continuous=continuous)
 
 
 def cut_prompt(fields: Fields, ids: list[int], max_model_len: int) -> list[int]:

@@ -29,6 +29,7 @@ _AT_ONCE = 32
 _NAMED = 20  # alternatives of a position, at most, as far as the size of an answer goes
 OFF_LOOP = 2048  # tokens and log-probabilities in an answer; writing more takes over 2 ms and is done in a thread
 DONE = b"data: [DONE]\n\n"
+PROGRESS_INTERVAL = 0.1  # seconds
 COMMENT = b": still working\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -68,6 +69,7 @@ class Generation:
         sources: one generator per prompt; the outputs of source i get index i * n + their own.
         n: answers per prompt.
         keep_alive: seconds of silence after which a stream gets a comment; 0: never.
+        progress: asked now and then until the first output; gives an event, or b"" when there is no news.
     """
 
     def __init__(
@@ -78,12 +80,15 @@ class Generation:
         *,
         stream: bool,
         keep_alive: float = 0.0,
+        progress: Callable[[], bytes] | None = None,
     ) -> None:
         self._sources = sources
         self._n = n
         self._writer = writer
         self._stream = stream
         self._keep_alive = keep_alive
+        self._progress = progress
+        self._answering = False
         self._started = False
         self._sent = time.monotonic()
         self._sending = asyncio.Lock()
@@ -93,6 +98,8 @@ class Generation:
             tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
             if self._stream and self._keep_alive:
                 tasks.start_soon(self._break_silence, send)
+            if self._stream and self._progress is not None:
+                tasks.start_soon(self._tell_progress, send)
             try:
                 await self._answer(send)
             except Exception as error:
@@ -106,6 +113,7 @@ class Generation:
             async for output in outputs:
                 if output.error is not None:
                     raise output.error
+                self._answering = True
                 size += (weight := _weight(output))
                 if not self._stream:
                     self._writer.add(output)
@@ -133,12 +141,43 @@ class Generation:
             if time.monotonic() - self._sent >= self._keep_alive and not self._sending.locked():
                 await self._send(send, COMMENT)
 
+    async def _tell_progress(self, send: Any) -> None:
+        while not self._answering:
+            if news := self._progress():
+                await self._send(send, news)
+            await anyio.sleep(PROGRESS_INTERVAL)
+
     async def _fail(self, error: Exception, scope: Any, receive: Any, send: Any) -> None:
         failure = describe(error)
         if self._started:
             await self._send(send, self._writer.failed(failure), more=False)
         else:
             await answer_to(scope, failure)(scope, receive, send)
+
+
+class Progress:
+    """Tells how far a request's prompts are. head: the beginning of a chunk, up to its choices.
+
+    Args: ask: gives (done, found in the cache, all) of a prompt, or None.   names: the engine's requests.
+    """
+
+    def __init__(self, head: bytes, ask: Callable[[str], tuple[int, int, int] | None], names: Sequence[str]) -> None:
+        self._head = head
+        self._ask = ask
+        self._names = names
+        self._start = time.monotonic()
+        self._last: tuple[int, ...] = ()
+
+    def __call__(self) -> bytes:
+        """A chunk without choices, or b"" when nothing is known or nothing has changed."""
+        found = [state for state in map(self._ask, self._names) if state is not None]
+        state = tuple(map(sum, zip(*found, strict=True)))
+        if not state or state == self._last:
+            return b""
+        self._last = state
+        milliseconds = round(1000 * (time.monotonic() - self._start))
+        told = {"total": state[2], "cache": state[1], "processed": state[0], "time_ms": milliseconds}
+        return self._head + b'],"prompt_progress":' + orjson.dumps(told) + b"}\n\n"
 
 
 def openai_failed(failure: Failure) -> bytes:
