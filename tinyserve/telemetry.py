@@ -15,39 +15,28 @@ import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from attrs import field, frozen
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    Summary,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 logger = logging.getLogger("tinyserve.stats")
 
 LOG_INTERVAL = 10.0  # seconds
 _TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560
+)  # fmt: skip
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -62,7 +51,8 @@ GAUGES = (
     ("loop_lag_seconds", "Largest delay of the event loop in the last ten seconds.", None, ()),
 )  # fmt: skip
 COUNTERS = (
-    ("prompt_tokens", "Prompt tokens processed.", None, ()),
+    ("requests_started", "Answers that were queued: those that finished, run and wait add up to it.", None, ()),
+    ("prompt_tokens", "Prompt tokens of answers that got their first token, computed or found.", None, ()),
     ("prompt_tokens_by_source", "Prompt tokens, by where their keys and values came from.", "source",
      ("local_compute", "local_cache_hit", "external_kv_transfer")),
     ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", None, ()),
@@ -84,7 +74,7 @@ HISTOGRAMS = (
     ("request_prefill_time_seconds", "First scheduled to first token.", _LATENCY),
     ("request_decode_time_seconds", "First to last token.", _LATENCY),
     ("request_prompt_tokens", "Prompt tokens of a request.", None),
-    ("request_generation_tokens", "Generated tokens of a request.", None),
+    ("request_generation_tokens", "Generated tokens of an answer.", None),
     ("request_max_num_generation_tokens", "Generated tokens of the longest of n answers.", None),
     ("request_params_max_tokens", "max_tokens of a request.", None),
     ("request_params_n", "n of a request.", _FEW),
@@ -92,6 +82,12 @@ HISTOGRAMS = (
     ("request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)),
     ("iteration_tokens_total", "Tokens computed in a step.", _STEP),
 )  # fmt: skip
+# name, help, labels, whether it is a sum with a count and no buckets; names without prefix, as everywhere in Python
+HTTP = (
+    ("http_request_duration_seconds", "Until the last byte of the answer was sent.", ("handler", "method"), False),
+    ("http_request_size_bytes", "Announced size of bodies.", ("handler",), True),
+    ("http_response_size_bytes", "Bytes of answers.", ("handler",), True),
+)
 
 
 def described() -> Iterable[tuple[str, str, str | None, str]]:
@@ -99,6 +95,10 @@ def described() -> Iterable[tuple[str, str, str | None, str]]:
     for kind, table in (("gauge", GAUGES), ("counter", COUNTERS)):
         yield from ((name, kind, label, help) for name, help, label, _ in table)
     yield from ((name, "histogram", None, help) for name, help, _ in HISTOGRAMS)
+    yield "cache_config_info", "gauge", "cache option", "1; the KV cache's sizes and options are its labels."
+    yield "http_requests", "counter", "handler, method and status", "HTTP requests answered; without the prefix."
+    for name, help, labels, plain in HTTP:
+        yield name, "summary" if plain else "histogram", " and ".join(labels), help
 
 
 @frozen(kw_only=True)
@@ -109,7 +109,7 @@ class RequestStats:
         reason: a FinishReason's value.
         arrival, scheduled, first_token, last_token, finished: when the front took it, when a step first computed
             it, when its first and its last token were seen, when it ended.
-        max_tokens: as asked and clamped.   n: answers of the request that this answer belongs to.
+        max_tokens: as asked and clamped.
     """
 
     reason: str
@@ -117,7 +117,6 @@ class RequestStats:
     generation_tokens: int = 0
     cached_tokens: int = 0
     max_tokens: int | None = None
-    n: int = 1
     preemptions: int = 0
     arrival: float
     scheduled: float = 0.0
@@ -126,11 +125,29 @@ class RequestStats:
     finished: float = field(factory=time.monotonic)
 
 
+@frozen(kw_only=True)
+class HttpCall:
+    """One answered HTTP request. handler: the route's pattern, never the raw path. received, sent: bytes of bodies."""
+
+    handler: str
+    method: str
+    status: int
+    seconds: float = 0.0
+    received: int = 0
+    sent: int = 0
+
+
 class NoMetrics:
     """The null object: same methods, nothing kept. Also the list of everything an engine may report."""
 
     def queues(self, *, running: int, waiting: int, kv_usage: float) -> None:
         """After a step or an arrival. kv_usage: share of blocks in use, 0..1."""
+
+    def started(self, answers: int) -> None:
+        """Answers were queued."""
+
+    def cache_config(self, facts: Mapping[str, Any]) -> None:
+        """The KV cache's sizes and options, once."""
 
     def step(self, *, tokens: int, prompt_tokens: int, generation_tokens: int) -> None:
         """A step ended. tokens: computed in all; prompt_tokens: computed for prompts; generation_tokens: accepted."""
@@ -156,8 +173,11 @@ class NoMetrics:
     def finished(self, stats: RequestStats) -> None:
         """An answer ended, for whatever reason."""
 
-    def http(self, handler: str, method: str, status: int) -> None:
-        """An HTTP request was answered. handler: the route's pattern, never the raw path."""
+    def call_ended(self, *, n: int, longest: int) -> None:
+        """All n answers of a request have ended. longest: tokens of the longest one."""
+
+    def http(self, call: HttpCall) -> None:
+        """An HTTP request was answered."""
 
     async def report(self, interval: float = LOG_INTERVAL) -> None:
         """Measure the loop's lag and write the throughput line until cancelled. Run it as a task."""
@@ -194,6 +214,7 @@ class Metrics(NoMetrics):
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": engine}
         self._values: dict[str, Counter | Gauge | Histogram] = {}
+        self._prefix = prefix
         self._log = log
         self._window = _Window()
         self._lag = [0.0, 0.0]  # largest since reset_lag; largest in this interval
@@ -207,7 +228,14 @@ class Metrics(NoMetrics):
         self._http = Counter(
             "http_requests", "HTTP requests answered.", ("handler", "method", "status"), registry=self.registry
         )
+        self._calls = {
+            name: Summary(name, help, labels, registry=self.registry)
+            if plain
+            else Histogram(name, help, labels, registry=self.registry, buckets=_LATENCY)
+            for name, help, labels, plain in HTTP
+        }
         ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
     def _names(self, label: str | None) -> list[str]:
@@ -226,16 +254,23 @@ class Metrics(NoMetrics):
         self._values["kv_cache_usage_perc"].set(kv_usage)
         self._window.running, self._window.waiting, self._window.usage = running, waiting, kv_usage
 
+    def started(self, answers: int) -> None:
+        self._values["requests_started"].inc(answers)
+
+    def cache_config(self, facts: Mapping[str, Any]) -> None:
+        labels = {"engine": self._labels["engine"], **{name: str(value) for name, value in facts.items()}}
+        info = Gauge(self._prefix + "cache_config_info", "The KV cache.", list(labels), registry=self.registry)
+        info.labels(**labels).set(1)
+
     def step(self, *, tokens: int, prompt_tokens: int, generation_tokens: int) -> None:
         self._values["iteration_tokens_total"].observe(tokens)
         self._values["generation_tokens"].inc(generation_tokens)
-        self._values["prompt_tokens"].inc(prompt_tokens)
-        self._values["prompt_tokens_by_source.local_compute"].inc(prompt_tokens)
         self._window.prompt += prompt_tokens
         self._window.generated += generation_tokens
 
     def admitted(self, *, prompt_tokens: int, cached_tokens: int) -> None:
-        self._values["prompt_tokens"].inc(cached_tokens)
+        self._values["prompt_tokens"].inc(prompt_tokens)
+        self._values["prompt_tokens_by_source.local_compute"].inc(prompt_tokens - cached_tokens)
         self._values["prompt_tokens_cached"].inc(cached_tokens)
         self._values["prompt_tokens_by_source.local_cache_hit"].inc(cached_tokens)
         self._values["prefix_cache_queries"].inc(prompt_tokens)
@@ -263,9 +298,7 @@ class Metrics(NoMetrics):
         seen = self._observe
         seen("request_prompt_tokens", stats.prompt_tokens)
         seen("request_generation_tokens", stats.generation_tokens)
-        seen("request_max_num_generation_tokens", stats.generation_tokens)
         seen("request_params_max_tokens", stats.max_tokens)
-        seen("request_params_n", stats.n)
         seen("request_prefill_kv_computed_tokens", stats.prompt_tokens - stats.cached_tokens)
         seen("request_num_preemptions", stats.preemptions)
         seen("e2e_request_latency_seconds", stats.finished - stats.arrival)
@@ -279,12 +312,19 @@ class Metrics(NoMetrics):
             if stats.generation_tokens > 1:
                 seen("request_time_per_output_token_seconds", decode / (stats.generation_tokens - 1))
 
+    def call_ended(self, *, n: int, longest: int) -> None:
+        self._observe("request_params_n", n)
+        self._observe("request_max_num_generation_tokens", longest)
+
     def _observe(self, name: str, value: float | None) -> None:
         if value is not None:
             self._values[name].observe(value)
 
-    def http(self, handler: str, method: str, status: int) -> None:
-        self._http.labels(handler, method, str(status)).inc()
+    def http(self, call: HttpCall) -> None:
+        self._http.labels(call.handler, call.method, str(call.status)).inc()
+        self._calls["http_request_duration_seconds"].labels(call.handler, call.method).observe(call.seconds)
+        self._calls["http_request_size_bytes"].labels(call.handler).observe(call.received)
+        self._calls["http_response_size_bytes"].labels(call.handler).observe(call.sent)
 
     async def report(self, interval: float = LOG_INTERVAL) -> None:
         tick = min(0.05, interval)

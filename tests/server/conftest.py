@@ -119,6 +119,12 @@ class FakeEngine:
         text = self.tokenizer.decode([token])
         return Output(**base, text=text, token_ids=(token,), logprobs=entry, finish_reason=reason)
 
+    def stats(self):
+        return SimpleNamespace(running=self.running, waiting=0, kv_usage=0.0)
+
+    def progress(self, request_id):
+        return None
+
     async def beam_search(self, prompt, params):
         def beam(text, reason, last):
             tokens = [*text.encode(), *last]

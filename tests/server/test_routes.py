@@ -82,6 +82,24 @@ def test_answers_are_counted_by_route(run):
     assert 'http_requests_total{handler="none",method="GET",status="404"} 1.0' in text
 
 
+def test_answers_are_measured_by_route(run):
+    engine = FakeEngine()
+    response = run(call("POST", CHAT, engine, json=HI))
+    text = engine.metrics.exposition()[0].decode()
+
+    assert f'http_request_duration_seconds_count{{handler="{CHAT}",method="POST"}} 1.0' in text
+    assert f'http_request_size_bytes_sum{{handler="{CHAT}"}} {len(response.request.content)}.0' in text
+    assert f'http_response_size_bytes_sum{{handler="{CHAT}"}} {len(response.content)}.0' in text
+
+
+def test_a_scrape_shows_the_queues_of_the_moment(run):
+    engine = FakeEngine()
+    engine.running = 3
+    text = run(call("GET", "/metrics", engine)).text
+
+    assert 'tinyserve:num_requests_running{engine="0",model_name="tiny"} 3.0' in text
+
+
 def test_nothing_is_answered_while_loading(run):
     service_free = None
     for method, url in (("GET", "/health"), ("GET", "/v1/models"), ("POST", CHAT), ("GET", "/metrics")):

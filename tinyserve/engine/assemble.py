@@ -15,9 +15,9 @@ import logging
 import os
 from typing import Any
 
-from attrs import define
+from attrs import asdict, define
 
-from ..config import EngineConfig
+from ..config import CacheOptions, EngineConfig
 from .parts import Parts, Phases
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,11 @@ class Machine:
     max_model_len: int
     depth: int = 1
     report: str = ""
+
+    def cache_facts(self, options: CacheOptions) -> dict[str, Any]:
+        """The cache as it was built, for people: its options and its size in blocks."""
+        size = {"block_size": self.cache.block_size, "num_gpu_blocks": self.cache.num_blocks}
+        return asdict(options) | size
 
     def close(self) -> None:
         """Wait for the steps under way and let go of everything; blocks, so call it off the loop."""

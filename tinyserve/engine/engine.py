@@ -126,6 +126,7 @@ class Engine:
             prefix=config.server.metrics_prefix,
             log=not config.log.disable_log_stats,
         )
+        metrics.cache_config(machine.cache_facts(config.cache))
         engine = cls(config, parts, machine, metrics)
         engine._tasks.append(asyncio.create_task(engine._guard(), name="tinyserve-engine"))
         engine._tasks.append(asyncio.create_task(metrics.report(), name="tinyserve-report"))
@@ -149,7 +150,7 @@ class Engine:
             updates = scheduler.commit(await flying.popleft())
             for update in updates:
                 self.streams.push(update)
-            self.meter.landed(updates, scheduler.stats())
+            self.meter.landed(scheduler.stats())
             self._last_step = time.monotonic()
 
     def _plan(self) -> StepInput | None:

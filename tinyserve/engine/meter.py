@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 
 from ..config import SchedulerOptions
 from ..errors import NumericsError, Overloaded
 from ..request import FinishReason, Output
-from ..scheduling.scheduler import SchedulerStats, Update
+from ..scheduling.scheduler import SchedulerStats
 from ..step import StepInput
 from ..telemetry import NoMetrics, RequestStats
 from .answer import Answer
@@ -26,20 +25,21 @@ class Meter:
         self._flying: deque[tuple[int, int]] = deque()
         self._preemptions = 0
         self._gaps: list[float] = []  # of this step: seconds since each answer's token before
+        self._generated = 0  # tokens of this step that belong to answers
 
     def launched(self, step: StepInput) -> None:
         """A step takes off. Slices of one position are decodes, all others compute a prompt."""
         prompt = sum(piece.count for piece in step.slices if piece.count > 1 or not piece.samples)
         self._flying.append((step.num_tokens, prompt))
 
-    def landed(self, updates: Sequence[Update], stats: SchedulerStats) -> None:
+    def landed(self, stats: SchedulerStats) -> None:
         """The oldest step has been committed, and its outputs were given to `output`."""
         if self._gaps:
             self.metrics.later_tokens(self._gaps)
             self._gaps = []
         tokens, prompt = self._flying.popleft()
-        generated = sum(len(update.token_ids) for update in updates)
-        self.metrics.step(tokens=tokens, prompt_tokens=prompt, generation_tokens=generated)
+        self.metrics.step(tokens=tokens, prompt_tokens=prompt, generation_tokens=self._generated)
+        self._generated = 0
         if stats.preemptions > self._preemptions:
             self.metrics.preempted(stats.preemptions - self._preemptions)
             self._preemptions = stats.preemptions
@@ -48,6 +48,10 @@ class Meter:
     def queues(self, stats: SchedulerStats) -> None:
         """The scheduler's numbers of the moment."""
         self.metrics.queues(running=stats.running, waiting=stats.waiting, kv_usage=stats.kv_usage)
+
+    def started(self, answers: int) -> None:
+        """Answers were queued."""
+        self.metrics.started(answers)
 
     def refused(self, error: BaseException, options: SchedulerOptions, waiting: int) -> None:
         """The scheduler did not take a request; counts only what was refused because too much waits."""
@@ -58,16 +62,23 @@ class Meter:
     def output(self, answer: Answer, output: Output, before: float | None) -> None:
         """An answer grew. before: when its token before this one came, None for the first."""
         timing = answer.timing
+        self._generated += len(output.token_ids)
+        nothing_asked = output.finish_reason is FinishReason.LENGTH and not output.usage.completion_tokens
+        if before is None and (output.token_ids or nothing_asked):
+            self.metrics.admitted(
+                prompt_tokens=output.usage.prompt_tokens, cached_tokens=output.usage.cached_tokens
+            )  # fmt: skip
         if output.token_ids and timing.last_token_ts is not None:
             if before is None:
-                self.metrics.admitted(
-                    prompt_tokens=output.usage.prompt_tokens, cached_tokens=output.usage.cached_tokens
-                )
                 self.metrics.first_token(timing.last_token_ts - timing.queued_ts)
             else:
                 self._gaps.append(timing.last_token_ts - before)
         if output.finished:
             self.ended(answer, output)
+
+    def call_ended(self, answer: Answer, longest: int) -> None:
+        """The last answer of a call has ended. longest: tokens of the longest one."""
+        self.metrics.call_ended(n=answer.siblings, longest=longest)
 
     def ended(self, answer: Answer, output: Output) -> None:
         """An answer ended, for whatever reason."""
@@ -81,7 +92,6 @@ class Meter:
                 generation_tokens=output.usage.completion_tokens,
                 cached_tokens=output.usage.cached_tokens,
                 max_tokens=answer.request.sampling.max_tokens,
-                n=answer.siblings,
                 arrival=timing.queued_ts,
                 scheduled=timing.scheduled_ts or 0.0,
                 first_token=timing.first_token_ts or 0.0,

@@ -66,6 +66,7 @@ class Stream:
     ) -> None:
         self.unfinished = {answer.request.id: answer for answer in answers}
         self.later: Later | None = None
+        self.longest = 0  # tokens of the longest answer that has ended
         self._interval = interval
         self._final_only = kind is RequestOutputKind.FINAL_ONLY
         self._shown: dict[int, Output] | None = {} if kind is RequestOutputKind.CUMULATIVE else None
@@ -153,8 +154,10 @@ class Streams:
 
     def open(self, stream: Stream, answers: Iterable[Answer]) -> None:
         """Let these queued answers feed a stream."""
+        count = len(self._answers)
         for answer in answers:
             self._answers[answer.request.id] = answer, stream
+        self._meter.started(len(self._answers) - count)
         self.empty.clear()
 
     def expect(self, stream: Stream, later: Later) -> None:
@@ -192,7 +195,7 @@ class Streams:
             failure.__cause__ = error
             output = answer.ended(FinishReason.ERROR, failure)
         if output.finished:
-            self._forget(answer.request.id)
+            self._forget(answer, output)
             if update.finish_reason is None:
                 self._finish(answer.request.id, FinishReason.STOP if output.error is None else FinishReason.ABORT)
         self._meter.output(answer, output, before)
@@ -205,9 +208,9 @@ class Streams:
             stream.later.aborted = True
             stream.wake()
         for answer in list(stream.unfinished.values()):
-            self._forget(answer.request.id)
-            self._finish(answer.request.id, FinishReason.ABORT)
             last = answer.ended(FinishReason.ABORT)
+            self._forget(answer, last)
+            self._finish(answer.request.id, FinishReason.ABORT)
             self._meter.ended(answer, last)
             if tell:
                 stream.put(last)
@@ -236,9 +239,12 @@ class Streams:
         self._expecting.clear()
         self.empty.set()
 
-    def _forget(self, request_id: str) -> None:
-        _, stream = self._answers.pop(request_id)
-        stream.unfinished.pop(request_id, None)
+    def _forget(self, answer: Answer, last: Output) -> None:
+        _, stream = self._answers.pop(answer.request.id)
+        stream.unfinished.pop(answer.request.id, None)
+        stream.longest = max(stream.longest, last.usage.completion_tokens)
+        if not stream.unfinished and not stream.later:
+            self._meter.call_ended(answer, stream.longest)
         self._note_empty()
 
     def _note_empty(self) -> None:

@@ -6,12 +6,14 @@ Before: face.py, telemetry.py.  After: app.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
+from ..errors import EngineDead
 from . import answers
 from .face import Service
 from .schema import facts
@@ -39,7 +41,10 @@ async def load(_request: Request, service: Service) -> Response:
 @facts("Server", "Metrics", answer={"type": "string"}, media="text/plain")
 async def metrics(_request: Request, service: Service) -> Response:
     """Prometheus text; also of an engine that has died, which is when it is wanted most."""
-    if service.engine is None:
-        service.ready()
-    text, kind = await asyncio.to_thread(service.engine.metrics.exposition)
+    engine = service.engine or service.ready()
+    with contextlib.suppress(EngineDead):
+        engine.check_health()
+        now = engine.stats()
+        engine.metrics.queues(running=now.running, waiting=now.waiting, kv_usage=now.kv_usage)
+    text, kind = await asyncio.to_thread(engine.metrics.exposition)
     return Response(text, headers={"content-type": kind})

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
+from ..telemetry import HttpCall
 from . import admin, anthropic, control, docs, models, responses, tokens
 from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, answer_to, describe
 from .face import Service
@@ -128,7 +130,7 @@ class Front:
             await self._app(scope, receive, state.send)
         finally:
             self._service.inflight -= counted
-            self._count(scope, state.status)
+            self._count(scope, state)
 
     def _request_id(self, scope: Any) -> bytes | None:
         if not self._service.config.server.enable_request_id_headers:
@@ -136,11 +138,20 @@ class Front:
         sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         return sent[:256] or uuid.uuid4().hex.encode()
 
-    def _count(self, scope: Any, status: int | None) -> None:
+    def _count(self, scope: Any, state: _Answering) -> None:
         route = scope.get("tinyserve.route", "none")
-        if self._service.engine is not None and route not in _UNCOUNTED and status is not None:
-            method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may make up any word
-            self._service.engine.metrics.http(route, method, status)
+        if self._service.engine is None or route in _UNCOUNTED or state.status is None:
+            return
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+        call = HttpCall(
+            handler=route,
+            method=scope["method"] if scope["method"] in _METHODS else "other",  # clients may make up any word
+            status=state.status,
+            seconds=time.monotonic() - state.start,
+            received=int(announced) if announced.isdigit() and len(announced) < 16 else 0,
+            sent=state.bytes,
+        )
+        self._service.engine.metrics.http(call)
 
 
 class Guard:
@@ -189,15 +200,19 @@ class Guard:
 
 
 class _Answering:
-    """Notes the status that goes out, and adds the request id."""
+    """Notes the status and the size of what goes out, and adds the request id."""
 
     def __init__(self, send: Any, request_id: bytes | None) -> None:
         self._send = send
         self._request_id = request_id
+        self.start = time.monotonic()
         self.status: int | None = None
+        self.bytes = 0
 
     async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == "http.response.body":
+            self.bytes += len(message.get("body", b""))
+        elif message["type"] == "http.response.start":
             self.status = message["status"]
             if self._request_id is not None:
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", self._request_id)]}
