@@ -57,4 +57,26 @@ CONFIGS = {
         num_experts_per_tok=3, topk_method="group_limited_greedy", routed_scaling_factor=4.0,
         **rope("yarn", original_max_position_embeddings=32, mscale=0.8, mscale_all_dim=0.8),
     ),
+    "gpt-oss": lambda: make(
+        "GptOss", sizes=SIZES, head_dim=16, num_local_experts=5, num_experts_per_tok=2, sliding_window=6,
+        **rope("yarn", original_max_position_embeddings=32, truncate=False),
+    ),
+    "gpt-oss-plain": lambda: make(
+        "GptOss", sizes=SIZES, head_dim=12, num_local_experts=4, num_experts_per_tok=3, sliding_window=4,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"], attention_bias=False,
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "llama4": lambda: make(
+        "Llama4Text", sizes=SIZES, num_hidden_layers=4, head_dim=16, intermediate_size_mlp=60, num_local_experts=4,
+        num_experts_per_tok=1, interleave_moe_layer_step=2, attention_chunk_size=16, floor_scale=8, attn_scale=0.5,
+    ),
+    "llama4-plain": lambda: make(
+        "Llama4Text", sizes=SIZES, head_dim=12, intermediate_size_mlp=60, num_local_experts=3, num_experts_per_tok=2,
+        moe_layers=[0, 2], no_rope_layers=[1, 0, 1], attention_chunk_size=8, use_qk_norm=False, attention_bias=True,
+        attn_temperature_tuning=False,
+    ),
+    "llama4-chunks": lambda: make(
+        "Llama4Text", sizes=SIZES, head_dim=12, intermediate_size_mlp=60, num_local_experts=3, num_experts_per_tok=1,
+        moe_layers=[1], no_rope_layers=[1, 1, 1], attention_chunk_size=8,
+    ),
 }  # fmt: skip

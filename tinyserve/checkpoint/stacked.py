@@ -6,7 +6,8 @@ stack them, in a layout of their own. STACKS in a model file says how, and the r
     "model.layers.*.mlp.experts.gate_up_proj": Stack(("...experts.#.gate_proj.weight", "...experts.#.up_proj.weight"),
                                                      transposed=True, interleaved=True)
 
-Nothing is read here; an expert is cut out of the mapped file when its turn comes.
+Nothing is read here; an expert is cut out of the mapped file when its turn comes. Experts in MXFP4 (gpt-oss) become
+plain numbers then: each byte of `_blocks` holds two numbers of four bits, each byte of `_scales` the exponent of 32.
 
 Before: safetensors.py.  After: load.py.
 """
@@ -24,6 +25,8 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..quant.format import Stored
 
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
 
 @frozen
 class Stack:
@@ -33,11 +36,13 @@ class Stack:
         parts: names of the tensors that each expert's rows are, in order; `*` is the layer, `#` the expert.
         transposed: an expert is stored [inputs, outputs].
         interleaved: rows of the parts alternate instead of following each other.
+        scales: name of the exponents [E, rows, blocks], if the numbers are MXFP4: [E, rows, blocks, 16] bytes.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    scales: str = ""
 
 
 @frozen(eq=False)
@@ -48,12 +53,15 @@ class Slice:
     stack: Stack
     expert: int
     part: int
+    scales: Stored | None = None
     qtype: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         inner = self.whole.shape[1:]
-        inner = inner[::-1] if self.stack.transposed else inner
+        if self.scales is not None:
+            inner = (inner[0], inner[1] * 2 * inner[2])
+        inner = inner[::-1] if self.stack.transposed else inner  # the bias of an expert is one row of numbers
         return (inner[0] // len(self.stack.parts), *inner[1:])
 
     @property
@@ -62,8 +70,11 @@ class Slice:
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers; see Stored."""
-        rows = self.whole.item(self.expert, dtype)
-        rows = rows.T if self.stack.transposed else rows
+        if self.scales is None:
+            rows = self.whole.item(self.expert, dtype)
+        else:
+            rows = mxfp4(*(stored.item(self.expert, torch.uint8) for stored in (self.whole, self.scales)), dtype)
+        rows = rows.T if self.stack.transposed and rows.dim() == 2 else rows
         if self.stack.interleaved:
             return rows[self.part :: len(self.stack.parts)]
         return rows.chunk(len(self.stack.parts))[self.part]
@@ -71,6 +82,18 @@ class Slice:
     def blocks(self) -> Tensor:
         """Stacked experts of plain numbers have no blocks. Raises: CheckpointError: always."""
         raise CheckpointError("Stacked experts hold no GGUF blocks.")
+
+
+def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers from blocks uint8 [rows, B, 16], low half first, and exponents uint8 [rows, B]: [rows, B * 32].
+
+    Source: OCP Microscaling Formats (MX) v1.0, sections 5.3.3 and 5.4.1.
+    """
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+    numbers = torch.tensor(FP4, dtype=torch.float32)[codes]
+    powers = torch.pow(2.0, scales.to(torch.float64) - 127).to(torch.float32)
+    powers = torch.where(scales == 255, torch.nan, powers)
+    return (numbers * powers[..., None]).flatten(1).to(dtype)
 
 
 def unstack(tensors: Mapping[str, Stored], stacks: Mapping[str, Stack]) -> dict[str, Stored]:
@@ -82,6 +105,7 @@ def unstack(tensors: Mapping[str, Stored], stacks: Mapping[str, Stack]) -> dict[
     if not stacks:
         return dict(tensors)
     found: dict[str, Stored] = {}
+    exponents: set[str] = set()
     for name, stored in tensors.items():
         number = re.search(r"(?<=\.)\d+(?=\.)", name)
         pattern = name if number is None else name.replace(f".{number[0]}.", ".*.", 1)
@@ -89,11 +113,15 @@ def unstack(tensors: Mapping[str, Stored], stacks: Mapping[str, Stack]) -> dict[
         if stack is None:
             found[name] = stored
             continue
+        scales = stack.scales.replace("*", number[0], 1)
+        exponents.add(scales)
+        if scales and scales not in tensors:
+            raise CheckpointError(f"{name} is MXFP4, but {scales} is missing.")
         rows = stored.shape[-1 if stack.transposed else 1]
         if rows % len(stack.parts):
             raise CheckpointError(f"{name} has {rows} rows an expert, which {len(stack.parts)} parts cannot share.")
         for expert in range(stored.shape[0]):
             for part, target in enumerate(stack.parts):
                 named = target.replace("*", number[0], 1).replace("#", str(expert), 1)
-                found[named] = Slice(stored, stack, expert, part)
-    return found
+                found[named] = Slice(stored, stack, expert, part, tensors.get(scales))
+    return {name: stored for name, stored in found.items() if name not in exponents}

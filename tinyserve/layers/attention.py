@@ -16,15 +16,19 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from ..errors import UnsupportedModel
 from ..kernels.attention_decode import attention_decode
 from ..kernels.attention_prefill import attention_prefill
 from ..kernels.attention_verify import MOST_QUERIES, attention_verify
+from ..kernels.launch import once
 from ..kernels.rope import qk_norm_rope_write
 from ..kv.groups import LayerKV
+from .chunk import Pieces, chunked, whole
 from .fold import Normed, Product, handed_on
 from .linear import Linear
 from .norm import RMSNorm
 from .rope import Alibi, Rope
+from .vector import Vector
 
 
 class Batch(Protocol):
@@ -72,11 +76,17 @@ class Scores:
         scale: factor on the scores; 1/sqrt(D) when None.
         window: a query sees this many positions, itself included; None for all.
         softcap: scores become cap * tanh(scores / cap); 0 for none.
+        chunk: a query sees the positions of its own chunk of this many only; None for all. Not with a window.
+        sinks: each query head has a learned score that takes probability and gives no value.
+        temper: (floor, weight): factor 1 + weight * log(1 + (p + 1) // floor) on the scores of a query at p; or None.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float = 0.0
+    chunk: int | None = None
+    sinks: bool = False
+    temper: tuple[int, float] | None = None
 
 
 @frozen(eq=False)
@@ -127,6 +137,7 @@ class Attention(nn.Module):
         self.q_norm = qk_norm(heads.dim) if qk_norm else None
         self.k_norm = qk_norm(heads.dim) if qk_norm else None
         self.adjust = adjust
+        self.sinks = Vector("sinks", heads.queries) if scores.sinks else None
         self.cache: LayerCache | None = None
         # A norm after the rotation: the rotation keeps the length, so the kernel may normalise first, by weights of 1.
         # Both weights then go to q, as only the product of q and k counts.
@@ -134,11 +145,16 @@ class Attention(nn.Module):
 
     def layer_kv(self) -> LayerKV:
         """What this layer keeps of each token."""
-        return LayerKV(self.heads.kv, self.heads.dim, self.scores.window)
+        return LayerKV(self.heads.kv, self.heads.dim, self.scores.window, self.scores.chunk)
 
     def bind(self, cache: LayerCache) -> None:
         """Use these tensors from now on; must come before the first forward, and after the weights are loaded."""
-        self.cache = cache
+        self.cache, block_size = cache, cache.k.shape[2]
+        if self.scores.chunk is not None and self.scores.chunk % block_size:
+            raise UnsupportedModel(
+                f"Attention in chunks of {self.scores.chunk} positions needs a --block-size that divides it, "
+                f"not {block_size}."
+            )
         if self.q_norm is not None and self.rope is not None and self.rope.before_norm:
             self.late_weight = (self.q_norm.weight + self.q_norm.offset) * (self.k_norm.weight + self.k_norm.offset)
 
@@ -163,25 +179,46 @@ class Attention(nn.Module):
             interleaved=rope is not None and rope.interleaved,
             memo=batch.memo,
         )
-        mixed = self._attend(q if late is None else q * late, batch)
+        mixed = self._attend(self._tempered(q if late is None else q * late, batch), batch)
         return handed_on(self.out, mixed.flatten(1), x)
+
+    def _tempered(self, q: Tensor, batch: Batch) -> Tensor:
+        """Let queries far from the beginning weigh their keys more sharply."""
+        if self.scores.temper is None:
+            return q
+        floor, weight = self.scores.temper
+
+        def growth() -> Tensor:
+            return 1.0 + weight * torch.log1p((batch.positions + 1) // floor)[:, None, None]
+
+        return (q * once(batch.memo, ("temper", floor, weight), growth)).to(q.dtype)
 
     def _attend(self, q: Tensor, batch: Batch) -> Tensor:
         """[T, Hq, D] -> [T, Hq, D]; decodes first, then the rest, each by its kernel."""
-        cache, decodes = self.cache, batch.num_decodes
-        tables, lengths = batch.block_tables[cache.group], batch.seq_lens
-        scores, rope = self.scores, self.rope
+        cache, scores, rope = self.cache, self.scores, self.rope
+        step = self._pieces(batch)
+        decodes, tables, lengths = step.num_decodes, step.tables, step.lengths
         options = {"scale": self.scale, "window": scores.window or 0, "softcap": scores.softcap}
         if rope is not None and rope.slopes is not None:
             options["alibi_slopes"] = rope.slopes
-        if decodes == batch.num_seqs:
+        if self.sinks is not None:
+            options["sinks"] = self.sinks.value
+        if decodes == step.num_seqs:
             pages = (cache.k, cache.v, tables, lengths)
-            return attention_decode(q, *pages, max_seq_len=batch.max_seq_len, memo=batch.memo, **options)
+            return attention_decode(q, *pages, max_seq_len=step.max_seq_len, memo=batch.memo, **options)
         out = torch.empty_like(q)
         if decodes:
             one_token = (q[:decodes], cache.k, cache.v, tables[:decodes], lengths[:decodes])
-            attention_decode(*one_token, max_seq_len=batch.max_seq_len, out=out[:decodes], **options)
+            attention_decode(*one_token, max_seq_len=step.max_seq_len, out=out[:decodes], **options)
         # query_start counts from the first row of q, so the prefills are addressed where they stand.
-        rest = (q, cache.k, cache.v, tables[decodes:], batch.query_start[decodes:], lengths[decodes:])
-        several = attention_verify if batch.max_query_len <= MOST_QUERIES else attention_prefill
-        return several(*rest, max_query_len=batch.max_query_len, out=out, **options)
+        rest = (q, cache.k, cache.v, tables[decodes:], step.query_start, lengths[decodes:])
+        several = attention_verify if step.max_query_len <= MOST_QUERIES else attention_prefill
+        return several(*rest, max_query_len=step.max_query_len, out=out, **options)
+
+    def _pieces(self, batch: Batch) -> Pieces:
+        """The step as this layer sees it: cut at the borders of chunks, once for all layers of the KV group."""
+        group, chunk = self.cache.group, self.scores.chunk
+        if chunk is None:
+            return whole(batch, group)
+        block_size = self.cache.k.shape[2]
+        return once(batch.memo, ("chunks", group), lambda: chunked(batch, group, chunk, block_size))

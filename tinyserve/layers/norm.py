@@ -27,13 +27,14 @@ class RMSNorm(nn.Module):
         size: of the last dimension.
         eps: added to the mean square.
         offset: 0, or 1 for Gemma, whose weights are stored as differences from 1.
+        affine: whether there is a weight at all; without one, nothing is read from the checkpoint.
     """
 
     names = ("weight",)
 
-    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0, affine: bool = True) -> None:
         super().__init__()
-        self.parts = (size,)
+        self.parts = (size,) if affine else ()
         self.eps = eps
         self.offset = offset
         self.weight = nn.Parameter(torch.empty(size, device="meta"), False)
@@ -49,7 +50,8 @@ class RMSNorm(nn.Module):
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the weight, uninitialised."""
-        self.weight = nn.Parameter(torch.empty(self.parts, dtype=dtype, device=device), False)
+        make = torch.empty if self.parts else torch.ones
+        self.weight = nn.Parameter(make(self.weight.shape, dtype=dtype, device=device), False)
 
     def load(self, name: str, part: int, stored: Stored) -> None:
         """Fill the weight."""

@@ -142,12 +142,12 @@ def architecture(hf: HF) -> str:
 
 
 def check_quantization(hf: HF) -> None:
-    """Refuse quantised checkpoints other than GGUF, whose blocks carry their own types.
+    """Refuse quantised checkpoints other than GGUF, whose blocks carry their own types, and MXFP4 (stacked experts).
 
     Raises: UnsupportedModel: always for another method, with its name.
     """
     method = (hf.get("quantization_config", default=None) or {}).get("quant_method")
-    if method not in (None, "gguf"):
+    if method not in (None, "gguf", "mxfp4"):
         raise UnsupportedModel(
             f"The checkpoint is quantised with {method!r}; this version reads plain numbers (safetensors) and GGUF."
         )
