@@ -19,9 +19,16 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .attention_decode import LOG2E, LOWEST, attend, count_splits, pages_of
+from .attention_decode import attend, pages_of
 from .attention_merge import attention_merge
 from .launch import cdiv, choose, next_power_of_2, use_kernel
+
+PROGRAMS = 264  # two for each processor of the largest device
+MOST_SPLITS = 64
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
+LOWEST = tl.constexpr(-1e30)
 
 
 def attention_latent_reference(
@@ -59,7 +66,7 @@ def attention_latent_reference(
 @triton.jit
 def load_latents(
     cache_ptr,  # [B, PAGE, STRIDE], at the first of the columns wanted
-    pages,  # what pages_of(key) gave
+    pages,  # what pages_of(key) gave; int64 before any multiplication
     key,  # first key, a multiple of TILE
     end,  # keys from here on read as zero
     block_stride,  # elements between blocks
@@ -73,9 +80,9 @@ def load_latents(
     row = tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
     if PAGE >= TILE:
-        place = cache_ptr + pages * block_stride + (key % PAGE + row)[:, None] * STRIDE + column[None, :]
+        place = cache_ptr + pages.to(tl.int64) * block_stride + (key % PAGE + row)[:, None] * STRIDE + column[None, :]
     else:
-        place = (cache_ptr + pages * block_stride + (row % PAGE) * STRIDE)[:, None] + column[None, :]
+        place = (cache_ptr + pages.to(tl.int64) * block_stride + (row % PAGE) * STRIDE)[:, None] + column[None, :]
     return tl.load(place, mask=(key + row < end)[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
@@ -234,6 +241,12 @@ def _launch(queries, where, out, scale: float, max_seq_len: int) -> None:
     )
     if splits > 1:
         attention_merge(target, lse, out=out)
+
+
+def count_splits(pairs: int, keys: int, tile: int) -> int:
+    """Splits for `pairs` of (token, tile of heads) with up to `keys` keys: a power of two that fills the device."""
+    most = min(PROGRAMS // pairs, cdiv(keys, tile), MOST_SPLITS)
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 
 def _check(q_c, q_pe, cache, block_tables, rows, lens, out) -> None:
