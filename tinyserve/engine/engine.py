@@ -17,11 +17,10 @@ import asyncio
 import contextlib
 import enum
 import logging
-import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -40,26 +39,10 @@ from .meter import Meter
 from .outputs import BeamSearchOutput
 from .parts import Parts, Phases, load_parts
 from .streams import Streams
+from .thread import in_own_thread
 
 _log = logging.getLogger(__name__)
 CLOSE_SECONDS = 60  # how long `close` waits for the steps under way; the largest CPU prefill takes a few
-
-
-async def _in_own_thread(work: Callable[[], None]) -> None:
-    """Run `work` off the loop, also while the interpreter exits, when executors take nothing any more."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            loop.call_soon_threadsafe(done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(done.set_result, None)
-
-    threading.Thread(target=run, name="tinyserve-close", daemon=True).start()
-    await asyncio.shield(done)
 
 
 class Gate(enum.Enum):
@@ -353,7 +336,7 @@ class Engine:
         self.intake.close()
         await self.chat.close()
         self.parts = evolve(self.parts, model=None)
-        await _in_own_thread(self.machine.close)
+        await in_own_thread(self.machine.close)
 
     async def wait_closed(self) -> None:
         """Return when the loop has ended. Raises: EngineDead: it ended by an error."""
