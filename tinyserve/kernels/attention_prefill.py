@@ -33,6 +33,7 @@ from .attention_decode import (
     load_keys,
     pages_of,
     score,
+    soften,
 )
 from .launch import (
     cdiv,
@@ -146,30 +147,65 @@ def _load_tile(
 
 
 @triton.jit
-def _attend_masked(
-    q, acc, peak, total, position, slope, pages, begin, stop, end, table_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+def _attend(
+    q, acc, peak, total, position, slope, begin, stop, end, table_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
     kv_head, kv_heads, block_stride, scale, cap,
-    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles [begin, stop), the first in `pages`, each score masked by position; values from `end` on are zero."""
+    """Key tiles [begin, stop). MASKED: scores are masked by position, and values from `end` on are zero."""
+    pages = pages_of(table_ptr, begin, end, PAGE, TILE)
     for key in tl.range(begin, stop, TILE, num_stages=STAGES):
         pages_ahead = pages_of(table_ptr, key + TILE, end, PAGE, TILE)
-        # A key that is no number does no harm: its score is replaced.
+        # Keys from `end` on may come from TMA as they are, also if they are no numbers: their scores are replaced.
         k = _load_tile(
-            k_ptr, k_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, not TMA, TMA
-        ).to(q.dtype)
+            k_ptr, k_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE,
+            MASKED and not TMA, TMA,
+        ).to(q.dtype)  # fmt: skip
         v = _load_tile(
-            v_ptr, v_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, True, TMA
+            v_ptr, v_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, MASKED, TMA
         ).to(q.dtype)
         place = key + tl.arange(0, TILE)
-        visible = place[None, :] <= position[:, None]
-        if WINDOW:
-            visible = visible & (place[None, :] > position[:, None] - WINDOW)
         scores = score(q, k, place, position, slope, scale, cap, SOFTCAP, ALIBI)
-        scores = tl.where(visible, scores, float("-inf"))
+        if MASKED:
+            visible = place[None, :] <= position[:, None]
+            if WINDOW:
+                visible = visible & (place[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
         acc, peak, total = accumulate(scores, v, acc, peak, total, scale, not (SOFTCAP or ALIBI))
         pages = pages_ahead
+    return acc, peak, total
+
+
+@triton.jit
+def _attend_overlapped(
+    q, acc, peak, total, position, slope, begin, stop, end, table_ptr, k_tiles, v_tiles, kv_head, kv_heads, scale, cap,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`_attend` without masks where matrix instructions run by themselves: the weights of a tile are computed while the
+    tile before is multiplied with its values.
+
+    For that the weights are carried in float32 (in two bytes they would go through shared memory), and each of the two
+    page numbers is loaded on its own (a number that is handed from iteration to iteration ends the pipeline).
+    """
+    if begin < stop:
+        pages = pages_of(table_ptr, begin, end, PAGE, TILE)
+        pages_ahead = pages_of(table_ptr, begin + TILE, end, PAGE, TILE)
+        k = k_tiles.load([(pages * kv_heads + kv_head) * PAGE + begin % PAGE, 0])
+        scores = score(q, k, begin + tl.arange(0, TILE), position, slope, scale, cap, SOFTCAP, ALIBI)
+        weight, shrink, peak, total = soften(scores, peak, total, scale, not (SOFTCAP or ALIBI))
+        for key in tl.range(begin + TILE, stop, TILE, num_stages=STAGES):
+            pages_next = pages_of(table_ptr, key, end, PAGE, TILE)
+            pages_further = pages_of(table_ptr, key + TILE, end, PAGE, TILE)
+            k = k_tiles.load([(pages_ahead * kv_heads + kv_head) * PAGE + key % PAGE, 0])
+            v = v_tiles.load([(pages * kv_heads + kv_head) * PAGE + (key - TILE) % PAGE, 0])
+            scores = score(q, k, key + tl.arange(0, TILE), position, slope, scale, cap, SOFTCAP, ALIBI)
+            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+            weight, shrink, peak, total = soften(scores, peak, total, scale, not (SOFTCAP or ALIBI))
+            pages = pages_next
+            pages_ahead = pages_further
+        v = v_tiles.load([(pages * kv_heads + kv_head) * PAGE + (stop - TILE) % PAGE, 0])
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
     return acc, peak, total
 
 
@@ -216,6 +252,7 @@ def _attention_prefill_kernel(
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,  # of the masked tiles
+    OVERLAP: tl.constexpr,  # only with TMA
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -267,30 +304,26 @@ def _attention_prefill_kernel(
         left = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
         begin = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), TILE) * TILE
         begin = tl.minimum(begin, tl.cdiv(tl.maximum(end, 0), TILE) * TILE)
-        pages = pages_of(tables_ptr, left, end, PAGE, TILE)
-        acc, peak, total = _attend_masked(
-            q, acc, peak, total, position, slope, pages, left, begin, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
-            kv_head, kv_heads, block_stride, scale, cap, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+        acc, peak, total = _attend(
+            q, acc, peak, total, position, slope, left, begin, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+            kv_head, kv_heads, block_stride, scale, cap, True, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
             EDGE_STAGES,
         )  # fmt: skip
     clear = tl.maximum(clear, begin)
-
-    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
-    for key in tl.range(begin, clear, TILE, num_stages=STAGES):
-        pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
-        k = _load_tile(
-            k_ptr, k_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, False, TMA
-        ).to(q.dtype)
-        v = _load_tile(
-            v_ptr, v_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, False, TMA
-        ).to(q.dtype)
-        scores = score(q, k, key + tl.arange(0, TILE), position, slope, scale, cap, SOFTCAP, ALIBI)
-        acc, peak, total = accumulate(scores, v, acc, peak, total, scale, not (SOFTCAP or ALIBI))
-        pages = pages_ahead
-
-    acc, peak, total = _attend_masked(
-        q, acc, peak, total, position, slope, pages, clear, end, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
-        kv_head, kv_heads, block_stride, scale, cap, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+    if OVERLAP:
+        acc, peak, total = _attend_overlapped(
+            q, acc, peak, total, position, slope, begin, clear, end, tables_ptr, k_tiles, v_tiles, kv_head, kv_heads,
+            scale, cap, PAGE, SOFTCAP, ALIBI, TILE, STAGES,
+        )  # fmt: skip
+    else:
+        acc, peak, total = _attend(
+            q, acc, peak, total, position, slope, begin, clear, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+            kv_head, kv_heads, block_stride, scale, cap, False, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+            STAGES,
+        )  # fmt: skip
+    acc, peak, total = _attend(
+        q, acc, peak, total, position, slope, clear, end, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+        kv_head, kv_heads, block_stride, scale, cap, True, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
         EDGE_STAGES,
     )  # fmt: skip
     averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -442,6 +475,7 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
         "TMA": tma and tile <= page,
         "STAGES": stages,
         "EDGE_STAGES": min(stages, 2) if hopper else stages,
+        "OVERLAP": tma and tile <= page,
         "num_warps": 8 if crowded else 4,
     }
     return choose(
