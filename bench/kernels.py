@@ -62,8 +62,9 @@ def tune(part, case: Case) -> list[tuple[float, dict]]:
     tried = []
     for use in part.variants(case):
         try:
+            time.sleep(0.05)
             with part.using(use):
-                tried.append((graph_us(case.calls, millisecond_budget=4, repeats=3), use))
+                tried.append((graph_us(case.calls, millisecond_budget=3, repeats=3), use))
         except Exception as error:  # out of shared memory, mostly
             print(f"  {case.kernel} {case.shape} {use}: {str(error)[:80]}")
     return sorted(tried, key=lambda one: one[0])

@@ -8,7 +8,8 @@ One program = (query tile, kv head): BLOCK_M rows, which are BLOCK_M / G neighbo
 the kv head, so that every key tile serves G heads. Tiles of all sequences are numbered in one row; a program finds its
 sequence by counting those that begin at or before it. The tiles with the most keys start first. Keys are visited in
 three stretches: the left edge of a window and the diagonal need masks; all between, nearly everything in a long prompt,
-does without, and there a page comes through a TMA descriptor where the device has the unit (+15 to 20 % on an H200).
+does without, and there a page comes through a TMA descriptor where the device has the unit (+15 to 20 % on an H200)
+and the softmax of a tile overlaps with the product of the tile before with its values.
 2·Σ query_len·seq_len·Hq·D multiply-adds less the causal half; see `attention_decode.py` for softmax and features.
 
 Sources: Dao, arXiv:2307.08691 (FlashAttention-2); Kwon et al., arXiv:2309.06180 (pages).
@@ -35,16 +36,7 @@ from .attention_decode import (
     score,
     soften,
 )
-from .launch import (
-    cdiv,
-    check_attention,
-    choose,
-    next_power_of_2,
-    overlap,
-    start_next,
-    use_kernel,
-    wait_inputs,
-)
+from .launch import cdiv, check_attention, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 # Queries that the reference handles at once when it has to write scores down (window, soft-cap or sinks).
 CHUNK = 512
@@ -494,7 +486,7 @@ def _sizes(device: launch.DeviceFacts, item_size: int, block_d: int, tma: bool) 
     elif device.backend == "hip":
         first = ((64, 32, 2),) if block_d <= 128 else ()
     elif tma:
-        first = ((64, 64, 3), (64, 64, 2), (64, 32, 2))  # measured: two programs a processor beat larger tiles
+        first = ((64, 64, 2), (64, 32, 2))  # measured: two programs a processor beat larger tiles
     else:
         first = ((128, 64, 3), (128, 64, 2)) if block_d <= 128 else ()
         first += ((64, 64, 3), (64, 64, 2), (64, 32, 2))
