@@ -40,7 +40,7 @@ async def test_none(tok):
 async def test_required_forces_a_call(tok):
     """3: the model wants to say hello, and calls f with a city; 4: cut, never tool_calls without a call."""
     async with serve("hello", tok) as server:
-        forced = {**ASK, "tools": [F], "tool_choice": "required", "parallel_tool_calls": False}
+        forced = {**ASK, "tools": [F], "tool_choice": "required"}
         whole, stream = await server.both(CHAT, forced)
         calls, content, _ = calls_of(stream)
         assert calls and content == "" and whole.reason == "tool_calls"

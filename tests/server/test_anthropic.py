@@ -115,7 +115,8 @@ def test_what_goes_to_the_template(run):
     engine = FakeEngine()
     run(post({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, engine))
 
-    assert engine.chats[0][1]["chat_template_kwargs"] == {"enable_thinking": False, "reasoning_effort": "low"}
+    expected = {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
+    assert engine.chats[0][1]["chat_template_kwargs"] == expected
 
 
 @pytest.mark.parametrize(

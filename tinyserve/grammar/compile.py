@@ -110,7 +110,7 @@ class Grammars:
         words = self.words
         if wanted.kind == "thought":
             return None
-        text = grammar_text(wanted, words.special.get)
+        text = grammar_text(wanted, words.special)
         matcher = LLMatcher(self._tokens(), text, log_level=0, limits=LLParserLimits(**BOUNDS))
         error = matcher.get_error()
         if not error:

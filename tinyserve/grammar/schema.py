@@ -9,6 +9,7 @@ Before: structured.py.  After: compile.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,16 +33,16 @@ class _Wrong(ValueError):
     """What is wrong, without the name of the field."""
 
 
-def grammar_text(constraint: Constraint, token_named: Callable[[str], int | None]) -> str:
+def grammar_text(constraint: Constraint, special: Mapping[str, int]) -> str:
     """The library's text for a constraint.
 
-    Args: token_named: the id of the special token with this text, if there is one.
+    Args: special: special tokens by their text.
     Raises: RequestError: it is malformed, too large, or asks for what is not enforced.
     """
     try:
         if len(str(constraint.value)) > MAX_CHARACTERS:
             raise _Wrong(f"is longer than {MAX_CHARACTERS} characters")
-        return _KINDS[constraint.kind](constraint, token_named)
+        return _KINDS[constraint.kind](constraint, special)
     except (ValueError, TypeError, RecursionError) as error:
         what = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RequestError(f"{constraint.param}: {what}", param=constraint.param) from error
@@ -119,11 +120,11 @@ def _grammar(constraint: Constraint, _: Any) -> str:
 # ---- structural tags: free text in which marks are followed by constrained parts
 
 
-def _structural(constraint: Constraint, token_named: Callable[[str], int | None]) -> str:
+def _structural(constraint: Constraint, special: Mapping[str, int]) -> str:
     value = json.loads(constraint.value) if isinstance(constraint.value, str) else constraint.value
     if not isinstance(value, Mapping):
         raise _Wrong(f"a structural tag must be an object, got {shown(value)}")
-    lark = _Lark(constraint, token_named)
+    lark = _Lark(constraint, special)
     if "structures" in value:
         start = lark.triggered(value.get("triggers"), value["structures"])
     elif "format" in value:
@@ -136,9 +137,11 @@ def _structural(constraint: Constraint, token_named: Callable[[str], int | None]
 class _Lark:
     """Collects the rules of one grammar."""
 
-    def __init__(self, constraint: Constraint, token_named: Callable[[str], int | None]) -> None:
+    def __init__(self, constraint: Constraint, special: Mapping[str, int]) -> None:
         self._constraint = constraint
-        self._token_named = token_named
+        self._special = special
+        longest_first = sorted(filter(None, special), key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._rules: list[str] = []
 
     def text(self, start: str) -> str:
@@ -152,8 +155,12 @@ class _Lark:
     def literal(self, text: Any) -> str:
         if not isinstance(text, str):
             raise _Wrong(f"a structural tag needs a text, got {shown(text)}")
-        token = self._token_named(text)
-        return _quoted(text) if token is None else f"<[{token}]>"
+        parts, at = [], 0
+        for mark in self._marks.finditer(text):
+            parts += [_quoted(text[at : mark.start()])] if mark.start() > at else []
+            parts.append(f"<[{self._special[mark.group()]}]>")
+            at = mark.end()
+        return " ".join(parts + ([_quoted(text[at:])] if at < len(text) else []))
 
     def schema(self, value: Any) -> str:
         text, style = _prepared(value if value is not None else {}, self._constraint)
@@ -173,13 +180,23 @@ class _Lark:
             )
             if trigger is None:
                 raise _Wrong(f"no trigger is the beginning of {shown(begin)}")
-            token = self._token_named(trigger)
-            rest = [_quoted(begin[len(trigger) :])] if begin != trigger else []
+            token = self._special.get(trigger)
+            rest = [self.literal(begin[len(trigger) :])] if begin != trigger else []
             rest += [content, *([self.literal(end)] if end else [])]
             head = f"FREE <[{token}]>" if token is not None else self.rule(f"FREE {_quoted(trigger)}", lazy=True)
             branches.append(self.rule(" ".join([head, *rest])))
         one = f"({' | '.join(branches)})"
         return one + ("+" if at_least_one else "*") + ("" if stop else " FREE")
+
+    def _separated(self, value: Mapping[str, Any]) -> str:
+        """Tags behind one another, with a text between them."""
+        tags = [self.format({"type": "tag", **tag}) for tag in value.get("tags") or () if isinstance(tag, Mapping)]
+        if not tags:
+            raise _Wrong("tags_with_separator needs tags")
+        one = self.rule(" | ".join(tags))
+        between = f"{self.literal(value['separator'])} " if value.get("separator") else ""
+        many = one if value.get("stop_after_first") else f"{one} ({between}{one})*"
+        return self.rule(many if value.get("at_least_one") else f"({many})?")
 
     def _parts(self, tag: Any) -> tuple[str, str, str]:
         if not isinstance(tag, Mapping) or not isinstance(tag.get("begin"), str):
@@ -191,7 +208,7 @@ class _Lark:
         return tag["begin"], content, end
 
     def format(self, value: Any, depth: int = 0) -> str:
-        """One of the format objects: const_string, json_schema, any_text, regex, sequence, or, tag, triggered_tags."""
+        """One of the format objects, by its type."""
         if depth > MAX_DEPTH or not isinstance(value, Mapping):
             raise _Wrong(f"a format must be an object with a type, got {shown(value)}")
         kind = value.get("type")
@@ -213,6 +230,8 @@ class _Lark:
             return self.rule(
                 " ".join(part for part in (self.literal(begin), content, end and self.literal(end)) if part)
             )
+        if kind == "tags_with_separator":
+            return self._separated(value)
         if kind == "triggered_tags":
             return self.triggered(
                 value.get("triggers"),

@@ -24,7 +24,9 @@ from .bodies import EFFORTS, INT64, MODEL
 from .errors import TooLarge
 from .face import Service
 from .fields import Fields, read_body
-from .openai_chat import name_of
+from .formats import of_format
+from .openai_chat import effort_variables, name_of
+from .reading import Readings
 from .requestlog import log_request
 from .sampling import read_sampling, request_options
 from .schema import (
@@ -45,6 +47,7 @@ from .schema import (
     text,
 )
 from .sse import Generation
+from .tools import ToolPlan, plan_tools
 
 Message = dict[str, Any]
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
@@ -61,9 +64,10 @@ _CONVERSATION = [
           "Whether a tool is called."),
     Param("thinking", inside(Param("type", choice("enabled", "disabled", "adaptive"), required=True),
                              Param("budget_tokens", integer(1024)), *harmless("display")),
-          "Handed to the chat template as enable_thinking."),
-    Param("output_config", inside(Param("effort", choice(*EFFORTS)), *refusal("format")),
-          "effort is handed to the chat template as reasoning_effort."),
+          "Handed to the chat template as enable_thinking; budget_tokens are the most tokens of a thought."),
+    Param("output_config", inside(Param("effort", choice(*EFFORTS)), Param("format", inside(
+        Param("type", choice("json_schema"), required=True), Param("schema", mapping("a JSON schema"), required=True),
+    ))), "effort is handed to the chat template as reasoning_effort; format is the form of the answer."),
     Param("chat_template_kwargs", mapping(), "Variables for the chat template."),
     *refusal("mcp_servers", "context_management", "container", off=[[], {}]),
     *harmless("cache_control"),
@@ -99,11 +103,13 @@ async def messages(request: Request, service: Service) -> Generation:
     model = service.model_name(fields.text("model"))
     stream = fields.flag("stream")
     stops = fields.items("stop_sequences", str) or []
-    sampling = read_sampling(
-        fields, engine.default_sampling, stream=stream, max_tokens=fields.integer("max_tokens"), stop=stops
-    )
+    plan = _plan(fields)
+    decided = {"max_tokens": fields.integer("max_tokens"), "stop": stops, **_form(fields), **_budget(fields, engine)}
+    sampling = read_sampling(fields, engine.default_sampling, stream=stream, **decided)
     more = request_options(fields)
-    conversation, ids = await _encoded(fields, service)
+    conversation, ids = await _encoded(fields, service, plan)
+    readings = Readings.of(engine, plan, ids)
+    sampling = readings.prepared(sampling)
     name = "msg_" + uuid.uuid4().hex
     log_request(service.config.log, f"{name} {name_of(request, fields)}", sampling, len(ids), conversation)
     shape = Shape(
@@ -112,8 +118,9 @@ async def messages(request: Request, service: Service) -> Generation:
         prompt_tokens=len(ids),
         stops=stops,
         details=options.enable_prompt_tokens_details,
+        reader=readings.new().parts,
     )
-    outputs = engine.generate(ids, sampling, request_id=name, **more)
+    outputs = engine.generate(ids, sampling, request_id=name, thinks=True, **more)
     return Generation([outputs], 1, MessageWriter(shape), stream=stream, keep_alive=options.sse_keep_alive_interval)
 
 
@@ -123,13 +130,12 @@ async def count_tokens(request: Request, service: Service) -> Response:
     service.ready()
     fields = await read_body(request, service.config.server, COUNT)
     service.model_name(fields.text("model"))
-    _, ids = await _encoded(fields, service)
+    _, ids = await _encoded(fields, service, _plan(fields))
     return Response(orjson.dumps({"input_tokens": len(ids)}), media_type="application/json")
 
 
-async def _encoded(fields: Fields, service: Service) -> tuple[list[Message], list[int]]:
+async def _encoded(fields: Fields, service: Service, plan: ToolPlan) -> tuple[list[Message], list[int]]:
     """The conversation as chat messages, and its ids."""
-    _refuse_tools(fields)
     conversation = read_conversation(fields, service.config.server.max_messages)
     begun = conversation[-1]["role"] == "assistant"
     kwargs = {
@@ -137,30 +143,64 @@ async def _encoded(fields: Fields, service: Service) -> tuple[list[Message], lis
         **_thinking(fields),
         **(fields.mapping("chat_template_kwargs") or {}),
     }
+    tools = {"tools": list(plan.tools)} if plan.tools else {}
     ids = await service.ready().encode_chat(
-        conversation, add_generation_prompt=not begun, continue_final_message=begun, chat_template_kwargs=kwargs
+        conversation,
+        add_generation_prompt=not begun,
+        continue_final_message=begun,
+        chat_template_kwargs=kwargs,
+        **tools,
     )
     return conversation, ids
 
 
-def _refuse_tools(fields: Fields) -> None:
-    wanted = (fields.mapping("tool_choice") or {}).get("type", "auto")
-    if fields.raw("tools") and wanted != "none":
-        fields.refuse("tools", "tool calls are not supported here yet; with tool_choice none the tools are ignored.")
-    if wanted in ("any", "tool"):
-        fields.refuse("tool_choice", "there are no tools.")
+def _plan(fields: Fields) -> ToolPlan:
+    """What the request says about tools, in this API's words. Raises: RequestError."""
+    tools = []
+    for index, tool in enumerate(fields.items("tools", dict, "a list of tools") or ()):
+        if tool.get("type") not in (None, "custom"):
+            raise _wrong(f"tools[{index}].type", "custom; no other tools run here", tool.get("type"))
+        function = {"name": tool.get("name"), "description": tool.get("description")}
+        tools.append({"function": {**function, "parameters": tool.get("input_schema"), "strict": tool.get("strict")}})
+    asked = fields.inner("tool_choice")
+    if asked is None:
+        return plan_tools(tools, None)
+    kind = asked.text("type")
+    choice: Any = {"any": "required", "tool": {"type": "function", "name": asked.text("name")}}.get(kind, kind)
+    return plan_tools(tools, choice, parallel=not asked.flag("disable_parallel_tool_use"))
+
+
+def _form(fields: Fields) -> dict[str, Any]:
+    """The form of the answer that output_config asks for, as sampling parameters."""
+    config = fields.inner("output_config")
+    form = config.inner("format") if config is not None else None
+    if form is None:
+        return {}
+    return {"structured_outputs": of_format(form, "output_config.format", flat=True)}
+
+
+def _budget(fields: Fields, engine: Any) -> dict[str, Any]:
+    """The thinking budget, as sampling parameters; a model that does not think keeps to any."""
+    thinking = fields.inner("thinking")
+    if thinking is None or thinking.text("type") != "enabled" or not engine.parsing.reads_thoughts:
+        return {}
+    return {"thinking_token_budget": thinking.integer("budget_tokens")}
 
 
 def _thinking(fields: Fields) -> dict[str, Any]:
     """Template variables of `thinking` and `output_config`."""
     variables: dict[str, Any] = {}
     thinking, output = fields.inner("thinking"), fields.inner("output_config")
-    if thinking is not None:
-        if thinking.text("type") == "enabled":
-            thinking.refuse("type", "a thinking budget cannot be kept to yet; use adaptive or disabled.")
-        variables["enable_thinking"] = thinking.text("type") == "adaptive"
     if output is not None and output.given("effort"):
-        variables["reasoning_effort"] = output.text("effort")
+        variables |= effort_variables(output.text("effort"))
+    if thinking is not None:
+        wanted = thinking.text("type") != "disabled"
+        budget, most = thinking.integer("budget_tokens"), fields.raw("max_tokens")
+        if thinking.text("type") == "enabled" and budget is None:
+            thinking.refuse("budget_tokens", "is needed for the type enabled.")
+        if budget is not None and isinstance(most, int) and budget >= most:
+            thinking.refuse("budget_tokens", f"must be less than max_tokens ({most}), got {budget}.")
+        variables |= {"enable_thinking": wanted, "thinking": wanted}
     return variables
 
 

@@ -77,14 +77,14 @@ class Readings:
 
         Raises: RequestError: a form is asked for beside a tool that must be called.
         """
-        grammar = self.plan.grammar()
+        grammar = self.plan.grammar(self.parsing.written)
         if grammar is not None:
-            if sampling.structured_outputs is not None:
+            if sampling.structured_outputs is not None and self.plan.mode != "auto":
                 raise RequestError(
                     "tool_choice forces a call, so the answer cannot have another form.", param="tool_choice"
                 )
-            sampling = evolve(sampling, structured_outputs=grammar)
-        if sampling.skip_special_tokens and self.parsing.shows_special(calls=self.plan.mode == "auto"):
+            sampling = evolve(sampling, structured_outputs=sampling.structured_outputs or grammar)
+        if sampling.skip_special_tokens and self.parsing.shows_special(calls=self.plan.mode in ("auto", "required")):
             sampling = evolve(sampling, skip_special_tokens=False)
         return sampling
 
@@ -92,7 +92,7 @@ class Readings:
         """The reading of one answer."""
         plan, parsing = self.plan, self.parsing
         if plan.mode == "required":
-            machine = parsing.listed(tools=plan.schemas, prompt=self.prompt)
+            machine = parsing.forced(tools=plan.schemas, prompt=self.prompt)
         else:
             machine = parsing.machine(calls=plan.mode == "auto", tools=plan.schemas, prompt=self.prompt)
         thought = parsing.thought(self.prompt, None)
@@ -121,6 +121,7 @@ class Reading:
         self._asked = asked
         self._gate = gate
         self._named = asked.plan.name if asked.plan.mode == "named" else ""
+        self._ids: set[str] = set()
         self.parsed = Parsed()
         self.reasoning_tokens = 0
 
@@ -138,14 +139,21 @@ class Reading:
             events = [event for event in events if event.index <= 0]
         if not self._asked.thoughts:
             events = [event for event in events if event.kind is not Kind.THOUGHT]
+        events = [self._with_id(event) if event.kind is Kind.CALL_BEGIN else event for event in events]
         self.parsed.add(events)
         return events
+
+    def _with_id(self, event: Event) -> Event:
+        """A call's beginning with an id that no other call of the answer has: the model's own, if it gives one."""
+        own = event.id if event.id and event.id not in self._ids else f"chatcmpl-tool-{uuid.uuid4().hex}"
+        self._ids.add(own)
+        return evolve(event, id=own)
 
     def message(self) -> Message:
         """The whole answer."""
         calls = [
             {
-                "id": call.id or _new_id(),
+                "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -213,10 +221,6 @@ def _settled(events: Iterable[Event]) -> list[Event]:
 # ---- the chat route's words for events
 
 
-def _new_id() -> str:
-    return f"chatcmpl-tool-{uuid.uuid4().hex}"
-
-
 def deltas(events: Iterable[Event]) -> list[dict[str, Any]]:
     """Chat deltas for events, as few as possible: each holds a text, a thought, or pieces of calls."""
     found: list[dict[str, Any]] = []
@@ -228,7 +232,7 @@ def deltas(events: Iterable[Event]) -> list[dict[str, Any]]:
                 found.append({"reasoning": event.text, "reasoning_content": event.text})
             case Kind.CALL_BEGIN:
                 function = {"name": event.name, "arguments": ""}
-                call = {"index": event.index, "id": event.id or _new_id(), "type": "function", "function": function}
+                call = {"index": event.index, "id": event.id, "type": "function", "function": function}
                 found.append({"tool_calls": [call]})
             case Kind.CALL_ARGS:
                 last = found[-1].get("tool_calls", [{}])[-1] if found else {}

@@ -23,7 +23,9 @@ from ..request import SamplingParams
 from . import answers
 from .face import EngineFace, Service
 from .fields import Fields, read_body
-from .openai_chat import name_of
+from .formats import of_format
+from .openai_chat import effort_variables, name_of
+from .reading import Readings
 from .requestlog import log_request
 from .responses_items import BODY, LOGPROBS, read_input
 from .responses_store import Follow, Kept, Run
@@ -31,6 +33,7 @@ from .responses_writer import ResponseWriter, Shape, stamp
 from .sampling import read_sampling, request_options
 from .schema import Param, facts, flag, integer, text
 from .sse import Generation
+from .tools import ToolPlan, plan_tools
 
 _ID = [Param("response_id", text(), "The id of a kept response.")]
 _FOLLOW = [
@@ -53,18 +56,25 @@ async def create(request: Request, service: Service) -> Any:
     stream, background = fields.flag("stream"), fields.flag("background")
     if background and not fields.flag("store", True):
         fields.refuse("background", "needs store: true, or nobody could get the response.")
-    _refuse_tools(fields)
+    plan = _plan(fields)
     logprobs = _logprobs(fields)
     most = fields.integer("max_output_tokens", engine.default_sampling.get("max_tokens"))
     if most is not None and most < 1:
         fields.refuse("max_output_tokens", f"must be at least 1, got {most}.")
     sampling = read_sampling(
-        fields, engine.default_sampling, stream=stream or background, max_tokens=most, logprobs=logprobs
+        fields,
+        engine.default_sampling,
+        stream=stream or background,
+        max_tokens=most,
+        logprobs=logprobs,
+        **_form(fields),
     )
     more = request_options(fields)
     before = service.responses.get(fields.text("previous_response_id")).conversation if _goes_on(fields) else []
     messages = read_input(fields, before)
-    ids = await _encoded(engine, fields, messages, service)
+    ids = await _encoded(engine, fields, messages, service, plan)
+    readings = Readings.of(engine, plan, ids, special=fields.raw("skip_special_tokens") is False)
+    sampling, reading = readings.prepared(sampling), readings.new()
     log_request(service.config.log, f"{name} {name_of(request, fields)}", sampling, len(ids), messages)
     kept: Kept | None = None
 
@@ -73,9 +83,16 @@ async def create(request: Request, service: Service) -> Any:
             kept.conversation = [*kept.conversation, *writer.messages()]
             service.responses.put(name, kept)
 
-    shape = Shape(tokenizer=engine.tokenizer, prompt_tokens=len(ids), logprobs=logprobs, ended=ended)
+    shape = Shape(
+        tokenizer=engine.tokenizer,
+        prompt_tokens=len(ids),
+        logprobs=logprobs,
+        reader=reading.parts,
+        thought_tokens=lambda: reading.reasoning_tokens,
+        ended=ended,
+    )
     writer = ResponseWriter(_head(fields, name, model, sampling), shape)
-    outputs = engine.generate(ids, sampling, request_id=name, **more)
+    outputs = engine.generate(ids, sampling, request_id=name, thinks=True, **more)
     if fields.flag("store", True):
         said = messages[1:] if fields.given("instructions") else messages
         kept = Kept(writer, list(said))
@@ -129,15 +146,24 @@ async def delete(request: Request, service: Service) -> Response:
     return _json({"id": name, "object": "response", "deleted": True})
 
 
-def _refuse_tools(fields: Fields) -> None:
-    if fields.given("tools") and fields.raw("tools") and fields.raw("tool_choice") != "none":
-        fields.refuse("tools", "tool calls are not supported here yet; with tool_choice 'none' the tools are ignored.")
-    if fields.raw("tool_choice") not in (None, "none", "auto"):
-        fields.refuse("tool_choice", "there are no tools.")
-    form = fields.inner("text")
-    kind = (form.mapping("format") or {}).get("type", "text") if form is not None else "text"
-    if kind != "text":
-        fields.refuse("text", f"format {kind!r} is not supported here yet; only 'text' is.")
+def _plan(fields: Fields) -> ToolPlan:
+    """What the request says about tools, which this API describes one level higher than the chat route."""
+    tools = []
+    for tool in fields.items("tools", dict, "a list of tools") or ():
+        inner = {name: value for name, value in tool.items() if name != "type"}
+        tools.append({"type": tool.get("type", "function"), "function": inner})
+    return plan_tools(tools, fields.raw("tool_choice"), parallel=fields.flag("parallel_tool_calls", True))
+
+
+def _form(fields: Fields) -> dict[str, Any]:
+    """The form that `text.format` asks for, as sampling parameters."""
+    text = fields.inner("text")
+    form = text.inner("format") if text is not None else None
+    if form is None or form.text("type") == "text":
+        return {}
+    if fields.raw("structured_outputs"):
+        fields.refuse("structured_outputs", "only one form can be asked for, and there is text.format already.")
+    return {"structured_outputs": of_format(form, "text.format", flat=True)}
 
 
 def _goes_on(fields: Fields) -> bool:
@@ -160,20 +186,21 @@ def _logprobs(fields: Fields) -> int | None:
 
 
 async def _encoded(
-    engine: EngineFace, fields: Fields, messages: Sequence[Mapping[str, Any]], service: Service
+    engine: EngineFace, fields: Fields, messages: Sequence[Mapping[str, Any]], service: Service, plan: ToolPlan
 ) -> list[int]:
     """Ids of the conversation. With truncation "auto" the oldest messages that are not the system's are left out
     until the rest fits."""
     kwargs = {**service.config.server.default_chat_template_kwargs, **(fields.mapping("chat_template_kwargs") or {})}
     reasoning = fields.inner("reasoning")
     if reasoning is not None and reasoning.given("effort"):
-        kwargs = {"reasoning_effort": reasoning.text("effort"), **kwargs}
+        kwargs = {**effort_variables(reasoning.text("effort")), **kwargs}
+    tools = {"tools": list(plan.tools)} if plan.tools else {}
     auto = fields.choice("truncation", ("auto", "disabled"), "disabled") == "auto"
     dropped = 0
     while True:
         try:
             return await engine.encode_chat(
-                _without_oldest(messages, dropped), add_generation_prompt=True, chat_template_kwargs=kwargs
+                _without_oldest(messages, dropped), add_generation_prompt=True, chat_template_kwargs=kwargs, **tools
             )
         except ContextLengthExceeded:
             dropped = dropped * 2 or 1
@@ -207,7 +234,7 @@ def _head(fields: Fields, name: str, model: str, sampling: SamplingParams) -> di
         "service_tier": "default",
         "store": fields.flag("store", True),
         "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (fields.mapping("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": fields.raw("tool_choice") or ("auto" if fields.given("tools") else "none"),
         "tools": fields.items("tools") or [],
         "top_logprobs": fields.integer("top_logprobs", 0),

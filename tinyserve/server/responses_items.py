@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RequestError, shown
-from .bodies import EFFORTS, INT64, MODEL, PENALTIES, TOOLS
+from .bodies import EFFORTS, INT64, MODEL, PENALTIES, STRUCTURED, TOOLS
 from .fields import Fields
 from .schema import (
     Body,
@@ -58,7 +58,11 @@ BODY = Body("ResponseRequest", [
     Param("include", listed(choice(LOGPROBS, "reasoning.encrypted_content"), f"a list of {LOGPROBS}"),
           f"{LOGPROBS} adds log-probabilities to the text."),
     Param("text", inside(
-        Param("format", inside(Param("type", choice("text", "json_object", "json_schema"), required=True))),
+        Param("format", inside(
+            Param("type", choice("text", "json_object", "json_schema"), required=True),
+            Param("name", text()), Param("description", text()), Param("schema", mapping("a JSON schema")),
+            Param("strict", flag(), "Schemas are always kept to."),
+        )),
         *harmless("verbosity"),
     ), "The form that the answer must have."),
     Param("reasoning", inside(Param("effort", choice(*EFFORTS), "Handed to the chat template."),
@@ -74,7 +78,8 @@ BODY = Body("ResponseRequest", [
     Param("cache_salt", text(), "Cached prefixes are shared only among requests with an equal one."),
     Param("priority", integer(*INT64), "Lower runs earlier, with --scheduling-policy priority.", 0),
     Param("request_id", text(), "For the server's log; the header X-Request-Id wins."),
-    *refusal("structured_outputs", off=[{}]),
+    STRUCTURED,
+    sampled("thinking_token_budget", "Most tokens of the thought before an answer; -1: no limit."),
     *refusal("prompt", why="stored prompts are not kept here; send instructions and input."),
     *refusal("conversation", why="conversations are not kept here; use previous_response_id."),
     *refusal("max_tool_calls", why="no tool runs on the server, so there is nothing to count."),

@@ -33,13 +33,15 @@ class Shape:
 
     Args:
         logprobs: alternatives per token that the text lists, None for no logprobs.
-        reader: takes the answer's text apart.   ended: called once, when the response is complete.
+        reader: takes the answer's text apart.   thought_tokens: tells how many of its tokens were a thought.
+        ended: called once, when the response is complete.
     """
 
     tokenizer: Any
     prompt_tokens: int
     logprobs: int | None = None
     reader: Reader = plain
+    thought_tokens: Callable[[], int] = int
     ended: Callable[[], None] = field(default=lambda: None)
 
 
@@ -94,7 +96,7 @@ class ResponseWriter:
             "input_tokens": self._shape.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._shape.thought_tokens()},
             "total_tokens": self._shape.prompt_tokens + usage.completion_tokens,
         }
 

@@ -2,10 +2,10 @@
 
     none      tools are not called; markup that looks like a call is text
     auto      the model decides, in its family's own format (text/parsers)
-    required  the answer is a JSON list of {name, parameters}: one call at least
+    required  the answer is one call at least, in the same format
     named     the answer is the arguments of one tool
 
-Before: fields.py, structured.py.  After: reading.py, and the protocol files.
+Before: structured.py, text/parsers.  After: reading.py, and the protocol files.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from attrs import frozen
 
 from ..errors import RequestError, shown
 from ..structured import StructuredOutputsParams
+from ..text.parsers.family import Written
 
 MAX_TOOLS = 512
+_STYLE = {"disable_any_whitespace": True, "disable_additional_properties": True}
 MAX_NAME = 256
 Schema = Mapping[str, Any]
 
@@ -32,6 +34,7 @@ class ToolPlan:
         schemas: name -> schema of the parameters, of all that may be called.
         mode: none, auto, required or named.   name: of the named one.
         parallel: whether an answer may hold several calls.
+        strict: names of those whose arguments must be what the schema says, also when the model decides.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -39,28 +42,54 @@ class ToolPlan:
     mode: str = "none"
     name: str = ""
     parallel: bool = True
+    strict: frozenset[str] = frozenset()
 
-    def grammar(self) -> StructuredOutputsParams | None:
-        """What the answer must be so that it is a call; None if it may be anything."""
+    def grammar(self, written: Written) -> StructuredOutputsParams | None:
+        """What the answer must be so that its calls are what was asked for; None if it may be anything.
+
+        Args: written: how the model writes calls.
+        """
         if self.mode == "named":
-            schema: Any = self.schemas[self.name]
-        elif self.mode == "required":
-            schema = self._list()
+            return StructuredOutputsParams(json=self.schemas[self.name], source="tools", **_STYLE)
+        if self.mode == "required":
+            form = self._calls(written)
+        elif self.mode == "auto" and self.strict and written.trigger:
+            form = self._maybe_calls(written)
         else:
             return None
-        style = {"disable_any_whitespace": True, "disable_additional_properties": True}
-        return StructuredOutputsParams(json=schema, source="tools", **style)
+        return StructuredOutputsParams(structural_tag={"format": form}, source="tools", **_STYLE)
 
-    def _list(self) -> dict[str, Any]:
-        many = {} if self.parallel else {"maxItems": 1}
-        items = []
-        for number, (name, schema) in enumerate(self.schemas.items()):
-            place = f"#/items/anyOf/{number}/properties/parameters"
-            properties = {"name": {"const": name}, "parameters": _moved(schema, place)}
-            items.append(
-                {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-            )
-        return {"type": "array", "minItems": 1, **many, "items": {"anyOf": items}}
+    def _calls(self, written: Written) -> dict[str, Any]:
+        """One call at least, in the model's own way."""
+        tags = [self._tag(written, name) for name in self.schemas]
+        calls = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": written.between,
+            "at_least_one": True,
+            "stop_after_first": not self.parallel,
+        }
+        around = [written.begin, calls, written.end]
+        elements = [
+            {"type": "const_string", "value": part} if isinstance(part, str) else part for part in around if part
+        ]
+        return {"type": "sequence", "elements": elements}
+
+    def _maybe_calls(self, written: Written) -> dict[str, Any]:
+        """Free text; behind the mark of a call, the arguments are what the schema says."""
+        if written.begin:
+            calls = {**self._calls(written), "elements": self._calls(written)["elements"][1:]}
+            tags = [{"begin": written.begin, "content": calls, "end": ""}]
+        else:
+            tags = [self._tag(written, name) for name in self.schemas]
+        return {"type": "triggered_tags", "triggers": [written.trigger], "tags": tags}
+
+    def _tag(self, written: Written, name: str) -> dict[str, Any]:
+        forced = self.mode == "required" or name in self.strict
+        schema = self.schemas[name] if forced else {"type": "object"}
+        return {
+            "begin": written.call(name), "content": {"type": "json_schema", "json_schema": schema}, "end": written.after
+        }  # fmt: skip
 
 
 def plan_tools(tools: Sequence[Any] | None, choice: Any, *, parallel: bool = True, hide: bool = True) -> ToolPlan:
@@ -87,7 +116,8 @@ def plan_tools(tools: Sequence[Any] | None, choice: Any, *, parallel: bool = Tru
     if mode == "named" and name not in schemas:
         raise RequestError(f"tool_choice: there is no tool {shown(name)}.", param="tool_choice")
     shown_tools = () if mode == "none" and hide else tuple(checked)
-    return ToolPlan(tools=shown_tools, schemas=schemas, mode=mode, name=name, parallel=parallel)
+    strict = frozenset(tool["function"]["name"] for tool in checked if tool["function"].get("strict") is True)
+    return ToolPlan(tools=shown_tools, schemas=schemas, mode=mode, name=name, parallel=parallel, strict=strict)
 
 
 def _choice(choice: Any, tools: bool) -> tuple[str, str]:
@@ -121,19 +151,6 @@ def _tool(tool: Any, place: str) -> Mapping[str, Any]:
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _wrong(f"{place}.function.parameters", f"must be a JSON schema, got {shown(parameters)}")
     return {**tool, "type": kind, "function": {k: v for k, v in function.items() if v is not None}}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that stands at `place` of another one: its references to itself follow."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {name: part if name in ("const", "enum") else _moved(part, place) for name, part in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
 
 
 def _wrong(place: str, what: str) -> RequestError:

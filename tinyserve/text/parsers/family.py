@@ -8,6 +8,7 @@ Before: table.py.  After: the ..._families.py, registry.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -47,6 +48,27 @@ class Calls:
     ends_thought: bool = False
 
 
+@frozen(kw_only=True)
+class Written:
+    """How calls are written, for grammars that make a model call. NAME stands for the name; JSON for it in quotes.
+
+    Args:
+        before, after: around the arguments of each call.   begin, end: around all calls.   between: calls.
+        trigger: the text that begins a call, where the model may also say something else; "" if none does.
+    """
+
+    before: str
+    after: str = ""
+    begin: str = ""
+    end: str = ""
+    between: str = ""
+    trigger: str = ""
+
+    def call(self, name: str) -> str:
+        """What stands before the arguments of a call of this tool."""
+        return self.before.replace("JSON", json.dumps(name, ensure_ascii=False)).replace("NAME", name)
+
+
 @frozen(kw_only=True, eq=False)
 class Family:
     """One kind of model.
@@ -54,6 +76,7 @@ class Family:
     Args:
         name: of the family.
         tools, reasoning: names under which its calls and its thinking can be asked for; vLLM's.
+        written: how its calls are written; None: such answers are a plain list instead (registry.LISTED).
         special: its marks are special tokens, which have to be shown to the parser.
         certain: texts that, all found in a chat template, tell this family for sure.   but_not: none of these.
         whole: a ready table for formats in which calls, thoughts and answers are not nested (harmony).
@@ -65,6 +88,7 @@ class Family:
     reasoning: tuple[str, ...] = ()
     thinking: Thinking | None = None
     calls: Calls | None = None
+    written: Written | None = None
     special: bool = False
     certain: tuple[tuple[str, ...], ...] = ()
     but_not: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ Before: family.py, json_calls.py.  After: registry.py.
 
 from __future__ import annotations
 
-from .family import Calls, Family, Thinking
+from .family import Calls, Family, Thinking, Written
 from .json_calls import JsonForm
 from .table import FRESH, Expect, Go, Read
 
@@ -41,12 +41,22 @@ def bare(marks: tuple[str, ...] = (), end: tuple[str, ...] = (), opening: tuple[
     )
 
 
+ARGUMENTS, PARAMETERS = '{"name": JSON, "arguments": ', '{"name": JSON, "parameters": '
+TAGGED = Written(before="<tool_call>\n" + ARGUMENTS, after="}\n</tool_call>", between="\n", trigger="<tool_call>")
+
+
+def listed(begin: str, end: str, before: str = ARGUMENTS) -> Written:
+    """All calls in one list."""
+    return Written(before=before, after="}", begin=begin + "[", end="]" + end, between=", ", trigger=begin)
+
+
 FAMILIES = (
     Family(
         name="hermes",
         tools=("hermes", "qwen", "qwen3", "longcat"),
         reasoning=("qwen3",),
         thinking=THINK,
+        written=TAGGED,
         calls=tagged(("<tool_call>", "<longcat_tool_call>"), ("</tool_call>", "</longcat_tool_call>")),
         certain=(("<tool_call>", "</tool_call>", '"name"', '"arguments"'), ("<tool_call>", "</tool_call>", "tojson")),
         but_not=("<function=", "<arg_key>", "<response>", "<|tool_call|>"),
@@ -54,6 +64,7 @@ FAMILIES = (
     Family(
         name="llama3_json",
         tools=("llama3_json", "llama3"),
+        written=Written(before=PARAMETERS, after="}", between="; "),
         calls=bare(("<|python_tag|>",)),
         special=True,
         certain=(("<|start_header_id|>", '"parameters"', "ipython"), ("<|python_tag|>", '"parameters"')),
@@ -61,6 +72,7 @@ FAMILIES = (
     Family(
         name="llama4_json",
         tools=("llama4_json",),
+        written=Written(before=PARAMETERS, after="}", between="; "),
         calls=bare(("<|python_start|>",), ("<|python_end|>",)),
         special=True,
     ),
@@ -72,6 +84,7 @@ FAMILIES = (
             begin=("Here is my thought process:", "Here's my thought process:"),
             end=("Here is my response:", "Here's my response:"),
         ),
+        written=listed("<|tool_call|>", ""),
         calls=tagged(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>", "<|/tool_call|>")),
         special=True,
         certain=(("<|start_of_role|>", "<|tool_call|>"), ("<|start_of_role|>", "Here is my thought process")),
@@ -79,6 +92,7 @@ FAMILIES = (
     Family(
         name="phi4_mini",
         tools=("phi4_mini_json", "phi4_mini"),
+        written=listed("functools", ""),
         calls=tagged(("functools", "<|tool_call|>"), ("<|/tool_call|>",)),
         special=True,
         certain=(("<|tool|>", "<|/tool|>"),),
@@ -87,6 +101,9 @@ FAMILIES = (
         name="internlm",
         tools=("internlm", "internlm2"),
         thinking=THINK,
+        written=Written(
+            before="<|action_start|><|plugin|>\n" + PARAMETERS, after="}<|action_end|>", trigger="<|action_start|>"
+        ),
         calls=Calls(
             marks={"<|action_start|>": Go("plugin")},
             states={
@@ -102,6 +119,7 @@ FAMILIES = (
         name="jamba",
         tools=("jamba",),
         thinking=THINK,
+        written=listed("<tool_calls>", "</tool_calls>"),
         calls=tagged(("<tool_calls>",), ("</tool_calls>",)),
         certain=(("<tool_calls>", "<|bom|>"),),
     ),
@@ -110,6 +128,7 @@ FAMILIES = (
         tools=("hunyuan_a13b",),
         reasoning=("hunyuan_a13b",),
         thinking=Thinking(begin=("<think>",), end=("</think>",), drops=("<answer>", "</answer>")),
+        written=listed("<tool_calls>", "</tool_calls>"),
         calls=tagged(("<tool_calls>",), ("</tool_calls>",)),
         certain=(("<tool_calls>", "<answer>"),),
     ),
@@ -118,6 +137,7 @@ FAMILIES = (
         tools=("ernie45",),
         reasoning=("ernie45",),
         thinking=Thinking(begin=("<think>",), end=("</think>",), drops=("<response>", "</response>")),
+        written=TAGGED,
         calls=tagged(("<tool_call>",), ("</tool_call>",)),
         certain=(("<tool_call>", "<response>"),),
     ),
@@ -125,6 +145,7 @@ FAMILIES = (
         name="xlam",
         tools=("xlam",),
         thinking=THINK,
+        written=listed("", ""),
         calls=Calls(
             marks={"<tool_call>": Go("call"), "[TOOL_CALLS]": Go("call"), "```json": Go("fenced")},
             first={"[": Go("bare", stay=True)},
@@ -145,6 +166,7 @@ FAMILIES = (
             end=("<|END_THINKING|>",),
             drops=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         ),
+        written=listed("<|START_ACTION|>", "<|END_ACTION|>", '{"tool_call_id": "0", "tool_name": JSON, "parameters": '),
         calls=tagged(
             ("<|START_ACTION|>",),
             ("<|END_ACTION|>",),

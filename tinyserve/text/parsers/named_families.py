@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from .family import Calls, Family, Thinking
+from .family import Calls, Family, Thinking, Written
 from .json_calls import JsonArguments, JsonForm
 from .json_families import THINK
 from .table import FRESH, NAME, Act, Expect, Go, Read, Sink, Until
@@ -23,6 +23,7 @@ _DEEPSEEK = {
         {"<｜tool▁call▁begin｜>": Go("head"), "<｜tool▁calls▁end｜>": Go(FRESH)}, otherwise=FRESH, silent=True
     ),
 }
+_AROUND = {"begin": "<｜tool▁calls▁begin｜>", "end": "<｜tool▁calls▁end｜>", "trigger": "<｜tool▁calls▁begin｜>"}
 _SECTION = "<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"
 _SECTION_END = "<|tool_calls_section_end|>", "<|tool_call_section_end|>"
 
@@ -32,6 +33,7 @@ FAMILIES = (
         tools=("mistral",),
         reasoning=("mistral",),
         thinking=Thinking(begin=("[THINK]",), end=("[/THINK]",)),
+        written=Written(before="[TOOL_CALLS]NAME[ARGS]", trigger="[TOOL_CALLS]"),
         calls=Calls(
             marks={"[TOOL_CALLS]": Go("calls")},
             states={
@@ -58,6 +60,12 @@ FAMILIES = (
         tools=("deepseek_v3",),
         reasoning=("deepseek_v3",),
         thinking=_DEEPSEEK_THINK,
+        written=Written(
+            before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+            after="\n```<｜tool▁call▁end｜>",
+            between="\n",
+            **_AROUND,
+        ),
         calls=Calls(
             marks={"<｜tool▁calls▁begin｜>": Go("section")},
             states={
@@ -75,6 +83,7 @@ FAMILIES = (
         name="deepseek_v31",
         tools=("deepseek_v31",),
         thinking=_DEEPSEEK_THINK,
+        written=Written(before="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", after="<｜tool▁call▁end｜>", **_AROUND),
         calls=Calls(
             marks={"<｜tool▁calls▁begin｜>": Go("section")},
             states={
@@ -93,6 +102,13 @@ FAMILIES = (
         tools=("kimi_k2",),
         reasoning=("kimi_k2",),
         thinking=Thinking(begin=("<think>", "◁think▷"), end=("</think>", "◁/think▷")),
+        written=Written(
+            before="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
+            after="<|tool_call_end|>",
+            begin=_SECTION[0],
+            end=_SECTION_END[0],
+            trigger=_SECTION[0],
+        ),
         calls=Calls(
             marks=dict.fromkeys(_SECTION, Go("section")),
             ends_thought=True,
@@ -116,6 +132,7 @@ FAMILIES = (
         name="functionary",
         tools=("functionary",),
         thinking=THINK,
+        written=Written(before="<function=NAME>", after="</function>", trigger="<function="),
         calls=Calls(
             marks={"<function=": Go("name")},
             states={

@@ -62,8 +62,8 @@ def _harmony(*, calls: bool, listed: bool = False) -> Table:
         "next": Expect({**begins, **ends}, otherwise=TEXT, silent=True),
         "arguments": Expect({"{": Go("json", stay=True), "<|call|>": Go("next", Act.END)}),
         "json": Read(JsonArguments, "next"),
-        "listed": Expect({"[": Go("list", stay=True)}, otherwise=TEXT),
-        "list": Read(JsonForm(arguments=("parameters",)), "next"),
+        "listed": Expect({"{": Go("object", stay=True), **ends}, otherwise=TEXT),
+        "object": Read(JsonForm(arguments=("parameters",)), "listed"),
     }
     return Table(states)
 

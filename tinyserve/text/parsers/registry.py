@@ -20,7 +20,7 @@ from attrs import evolve, frozen
 from ...errors import ConfigError
 from ...structured import Thought
 from . import json_families, named_families, other_families, xml_families
-from .family import Calls, Family, Thinking, make_table
+from .family import Calls, Family, Thinking, Written, make_table
 from .json_calls import JsonForm
 from .machine import Machine
 from .table import FRESH, Expect, Go, Read, Table
@@ -32,10 +32,15 @@ FAMILIES: tuple[Family, ...] = (
     *json_families.FAMILIES,
 )
 OFF = "none"
+# Calls for models whose own way is not known, or cannot be a grammar: JSON objects, one a line.
 LISTED = Calls(
-    first={"[": Go("list", stay=True)},
-    states={"list": Read(JsonForm(arguments=("parameters",)), "listed"), "listed": Expect({}, FRESH, silent=True)},
+    first={"{": Go("object", stay=True)},
+    states={
+        "object": Read(JsonForm(arguments=("parameters",)), "listed"),
+        "listed": Expect({"{": Go("object", stay=True)}, otherwise=FRESH, silent=True),
+    },
 )
+LISTED_WRITTEN = Written(before='{"name": JSON, "parameters": ', after="}", between="\n")
 
 
 @frozen(kw_only=True)
@@ -103,8 +108,15 @@ class Parsing:
         start = "fresh" if not opened and self._closed(prompt) else None
         return Machine(self.table(calls=calls, thoughts=thoughts), tools=tools, opened=opened, start=start)
 
-    def listed(self, *, tools: Mapping[str, Mapping[str, Any]], prompt: str = "") -> Machine:
-        """A parser for an answer that a grammar makes a JSON list of calls, behind the model's own thought."""
+    @property
+    def written(self) -> Written:
+        """How an answer writes calls when a grammar makes it do so: the model's own way, if that is known."""
+        return (self.tools.written if self.tools else None) or LISTED_WRITTEN
+
+    def forced(self, *, tools: Mapping[str, Mapping[str, Any]], prompt: str = "") -> Machine:
+        """A parser for an answer that a grammar makes a call, behind the model's own thought."""
+        if self.written is not LISTED_WRITTEN:
+            return self.machine(calls=True, tools=tools, prompt=prompt)
         whole = self._whole
         if whole is not None:
             return Machine(whole.whole_listed, tools=tools)
