@@ -1,8 +1,12 @@
 """config.json: spellings, refusals, keys that nobody read, and the numbers derived from it."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from tinyserve import models
 from tinyserve.errors import CheckpointError, UnsupportedModel
 from tinyserve.models.config import HF, ModelConfig, choose_dtype
 from tinyserve.models.registry import FAMILIES, build_model, family
@@ -128,6 +132,19 @@ def test_every_family_declares_its_weights_and_builds_without_memory(name):
     assert family(name).WEIGHTS
     assert all(parameter.is_meta for parameter in model.parameters())
     assert len(model.kv_layers()) == 2
+
+
+@pytest.mark.parametrize("file", sorted(set(FAMILIES.values())))
+def test_a_family_is_a_page_that_only_declares(file):
+    """At most 150 lines; of the checkpoint it knows layouts, and nothing of files, caches, formats or other ranks."""
+    path = Path(models.__file__).parent / f"{file}.py"
+    text = path.read_text()
+    foreign = re.findall(
+        r"^from \.\.(kv|quant|parallel|runner|device|checkpoint\.(?!table|stacked)\w+)", text, re.MULTILINE
+    )
+
+    assert len(text.splitlines()) <= 150
+    assert foreign == []
 
 
 def test_gemma3_reads_the_classic_config():

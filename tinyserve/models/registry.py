@@ -23,6 +23,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.stacked import unstack
 from ..errors import CheckpointError, UnsupportedModel
 from ..quant.format import Stored
+from . import fallback
 from .config import HF, architecture, choose_dtype
 from .decoder import Decoder
 
@@ -127,7 +128,10 @@ def load_model(
     Raises: CheckpointError: files and config do not fit each other; UnsupportedModel: not implemented.
     """
     device = torch.device(device)
-    model = build_model({**source.config(), **(overrides or {})})
+    config = {**source.config(), **(overrides or {})}
+    if architecture(HF(config)) not in FAMILIES:
+        return fallback.load(source, config, dtype=dtype, device=device, load_format=load_format)
+    model = build_model(config)
     dtype = choose_dtype(dtype, model.config, device)
     if load_format == "dummy":
         if format_for is not None:
