@@ -8,6 +8,12 @@ import transformers
 from tests.oracles import SIZES, rope
 
 SMALL = SIZES | {"moe_intermediate_size": 24}
+# Equal factors: transformers 5.24 looks up Phi-3.5-MoE's without the length, and so always takes the short ones.
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 32,
+    **{key: [3.0 + 0.3 * index for index in range(6)] for key in ("short_factor", "long_factor")},
+    "short_mscale": 1.1, "long_mscale": 1.3,
+}  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 
 
@@ -74,6 +80,40 @@ CONFIGS = {
         "Llama4Text", sizes=SIZES, head_dim=12, intermediate_size_mlp=60, num_local_experts=3, num_experts_per_tok=2,
         moe_layers=[0, 2], no_rope_layers=[1, 0, 1], attention_chunk_size=8, use_qk_norm=False, attention_bias=True,
         attn_temperature_tuning=False,
+    ),
+    "granite-moe": lambda: make(
+        "GraniteMoe", sizes=SIZES, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=3.0,
+        attention_multiplier=0.4, residual_multiplier=0.6, logits_scaling=0.5,
+    ),
+    "granite-moe-biases": lambda: make(
+        "GraniteMoe", sizes=SIZES, num_local_experts=4, num_experts_per_tok=3, attention_bias=True,
+        attention_multiplier=0.2, tie_word_embeddings=True,
+    ),
+    "glm4-moe": lambda: make(
+        "Glm4Moe", head_dim=24, n_routed_experts=8, num_experts_per_tok=3, n_group=2, topk_group=1, use_qk_norm=True,
+        routed_scaling_factor=1.5, n_shared_experts=1,
+    ),
+    "glm4-moe-biases": lambda: make(
+        "Glm4Moe", head_dim=16, n_routed_experts=6, num_experts_per_tok=2, attention_bias=True, norm_topk_prob=False,
+        first_k_dense_replace=2, n_shared_experts=2,
+    ),
+    "phimoe": lambda: make("Phimoe", sizes=SIZES, num_local_experts=5, lm_head_bias=True),
+    "phimoe-longrope": lambda: make(
+        "Phimoe", sizes=SIZES, num_local_experts=4, sliding_window=9, attention_bias=True, tie_word_embeddings=True,
+        original_max_position_embeddings=32, rope_parameters=LONGROPE,
+    ),
+    "ernie45-moe": lambda: make("Ernie4_5_Moe", moe_num_experts=6, moe_k=2, moe_num_shared_experts=2),
+    "ernie45-moe-biases": lambda: make(
+        "Ernie4_5_Moe", moe_num_experts=5, moe_k=3, moe_num_shared_experts=0, use_bias=True, moe_layer_interval=2,
+        moe_layer_start_index=0, tie_word_embeddings=False,
+    ),
+    "dots1": lambda: make(
+        "Dots1", n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2, n_shared_experts=2,
+        first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+    ),
+    "dots1-window": lambda: make(
+        "Dots1", n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=1, first_k_dense_replace=0,
+        attention_bias=True, sliding_window=6, max_window_layers=1,
     ),
     "llama4-chunks": lambda: make(
         "Llama4Text", sizes=SIZES, head_dim=12, intermediate_size_mlp=60, num_local_experts=3, num_experts_per_tok=1,

@@ -13,7 +13,7 @@ from tests.models.serving import serve
 from tests.moe_configs import CONFIGS
 from tinyserve.checkpoint.source import resolve
 from tinyserve.kv.groups import group_layers
-from tinyserve.models.registry import load_model
+from tinyserve.models.registry import as_saved, family, load_model
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
 ONE_OF_EACH = [name for name in list(CONFIGS)[::2] if name != "llama4-chunks"]
@@ -38,8 +38,10 @@ def open_model(folder, dtype="float32"):
     return load_model(resolve(str(folder)), dtype=dtype)
 
 
-def sequences():
-    return [oracles.prompt(length + DECODES, seed=seed) for seed, length in enumerate(LENGTHS)]
+def sequences(name):
+    """Two prompts. LongRoPE turns otherwise in transformers as long as a sequence is short; both are long then."""
+    lengths = (37, 33) if name.endswith("longrope") else LENGTHS
+    return [oracles.prompt(length + DECODES, seed=seed) for seed, length in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -48,12 +50,13 @@ def test_logits_equal_transformers(name, checkpoint, caplog):
     folder = checkpoint(name)
     with caplog.at_level(logging.WARNING, "tinyserve"):
         paged = Paged(open_model(folder), block_size=8)
-    rows = [paged.add(tokens) for tokens in sequences()]
-    steps = [paged.step({rows[0]: 17, rows[1]: LENGTHS[1]}), paged.step({rows[0]: 20})]
+    prompts = sequences(name)
+    rows = [paged.add(tokens) for tokens in prompts]
+    steps = [paged.step({rows[0]: 17, rows[1]: len(prompts[1]) - DECODES}), paged.step({rows[0]: 20})]
     steps += [paged.step(dict.fromkeys(rows, 1)) for _ in range(DECODES)]
 
     assert [record for record in caplog.records if record.name.startswith("tinyserve")] == []
-    for row, tokens in zip(rows, sequences(), strict=True):
+    for row, tokens in zip(rows, prompts, strict=True):
         expected = oracles.reference_logits(folder, tokens)
         actual = torch.cat([step[row] for step in steps if row in step])
 
@@ -116,3 +119,12 @@ def test_a_needle_outside_what_is_seen_has_no_influence(name, needle, first, ker
 
     assert torch.equal(found[0][first:], found[1][first:])
     assert not torch.equal(found[0][first - 1], found[1][first - 1])
+
+
+def test_layers_that_predict_further_tokens_are_left_out():
+    """GLM-4.5 and DeepSeek-V3 keep such a layer behind the last: here 3 layers, so those of layer 3 are dropped."""
+    names = [f"model.layers.{layer}.norm.weight" for layer in (0, 2, 3, 30)] + ["model.norm.weight", "lm_head.weight"]
+
+    kept = as_saved(family("Glm4MoeForCausalLM"), dict.fromkeys(names), 3)
+
+    assert list(kept) == [names[0], names[1], "model.norm.weight", "lm_head.weight"]

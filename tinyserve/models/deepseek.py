@@ -45,6 +45,7 @@ ATTENTION = {
     "layers.*.attn.kv_norm": "model.layers.*.self_attn.kv_a_layernorm",
     "layers.*.attn.kv_up": "model.layers.*.self_attn.kv_b_proj",
 }
+LATER_LAYERS = "model.layers"
 WEIGHTS = llama.WEIGHTS | EXPERTS | SHARED | ATTENTION
 
 

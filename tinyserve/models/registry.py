@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -37,18 +38,22 @@ FAMILIES = {
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
+    "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie",
+    "Ernie4_5_MoeForCausalLM": "ernie45_moe",
     "Exaone4ForCausalLM": "exaone4",
     "FalconForCausalLM": "falcon",
     "GPT2LMHeadModel": "gpt2",
     "GPTNeoXForCausalLM": "gpt_neox",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
-    "GptOssForCausalLM": "gpt_oss",
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "GlmForCausalLM": "glm4",
+    "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granite_moe",
     "HeliumForCausalLM": "ernie",
     "HunYuanDenseV1ForCausalLM": "hunyuan",
     "InternLM3ForCausalLM": "llama",
@@ -66,6 +71,8 @@ FAMILIES = {
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi",
+    "PhiMoEForCausalLM": "phimoe",
+    "PhimoeForCausalLM": "phimoe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
@@ -142,7 +149,8 @@ def load_model(
         options = {"dtype": dtype, "device": device, "format_for": format_for, "progress": progress}
         # A tied head may still have a tensor of its own in the file; then the file is right.
         made = family(model.config.architecture)
-        weights, tensors = made.WEIGHTS, unstack(as_saved(made, tensors), getattr(made, "STACKS", {}))
+        tensors = unstack(as_saved(made, tensors, model.config.num_layers), getattr(made, "STACKS", {}))
+        weights = made.WEIGHTS
         load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
     try:
         model.reach(model.config.max_model_len, device)
@@ -154,18 +162,27 @@ def load_model(
     return model.eval()
 
 
-def as_saved(made: ModuleType, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def as_saved(made: ModuleType, tensors: Mapping[str, Stored], num_layers: int) -> dict[str, Stored]:
     """Return a checkpoint's tensors under the names of the family's WEIGHTS.
 
-    A family may say two things about old checkpoints. PREFIX: what the names of all tensors but the head's begin with;
+    A family may say three things about checkpoints. LATER_LAYERS: where layers beyond the model's own are kept, which
+    predict further tokens and are not run. PREFIX: what the names of all tensors but the head's begin with;
     a checkpoint saved from the bare model lacks it everywhere. COMPUTED: ends of names of tensors that the model
     computes itself, such as causal masks.
     """
     kept = {name: stored for name, stored in tensors.items() if not name.endswith(getattr(made, "COMPUTED", ()))}
+    if hasattr(made, "LATER_LAYERS"):
+        kept = {name: stored for name, stored in kept.items() if layer_number(name, made.LATER_LAYERS) < num_layers}
     prefix = getattr(made, "PREFIX", "")
     if any(name.startswith(prefix) for name in kept):
         return kept
     return {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in kept.items()}
+
+
+def layer_number(name: str, layers: str) -> int:
+    """Return 7 for "model.layers.7.norm.weight" if `layers` is "model.layers"; -1 for what is in no layer."""
+    found = re.match(rf"{re.escape(layers)}\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])
 
 
 def open_tensors(source: Source, load_format: str, model: Decoder) -> dict[str, Stored]:
