@@ -301,6 +301,25 @@ def test_close_while_running_ends_readers_and_gives_the_memory_back():
     run(work())
 
 
+def test_close_tells_those_that_have_not_begun_to_come_back():
+    """One row: the first reader gets what it has and ABORT; the two that wait get Overloaded, which is a 503."""
+
+    async def work():
+        engine = await start(letters, max_num_seqs=1, runner=ToyRunner(letters, seconds=0.005))
+        running = engine.generate("a", SamplingParams(max_tokens=200))
+        await anext(running)
+        waiting = [asyncio.ensure_future(answer(engine.generate("b", SamplingParams(n=n)))) for n in (1, 100)]
+        await asyncio.sleep(0.02)
+        await engine.close()
+        *_, last = [output async for output in running]
+        return last, [(await task)[2] for task in waiting]
+
+    last, (one, many) = run(work())
+    assert last.finish_reason == "abort" and last.error is None
+    assert isinstance(one[0].error, Overloaded)
+    assert len(many) == 100 and {type(output.error) for output in many.values()} == {Overloaded}
+
+
 def test_close_drains_when_told_to():
     """12 tokens of 5 ms fit into a drain of 5 s, so the reader gets all of them."""
 

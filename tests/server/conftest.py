@@ -57,6 +57,7 @@ class FakeEngine:
         self.calls, self.chats = [], []
         self.dead = None
         self.closing = asyncio.Event()
+        self.stalled_seconds = 0.0
 
     def check_health(self):
         if self.dead:

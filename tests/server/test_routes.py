@@ -299,3 +299,16 @@ def test_websockets_are_refused(run):
 
     run(connect())
     assert sent == ["websocket.close"]
+
+
+def test_health_fails_when_no_step_ends_any_more(run):
+    """D34: 61 seconds without a step while requests wait is a 503; 59 is not."""
+
+    async def go():
+        engine = FakeEngine()
+        async with client_of(engine) as client:
+            for seconds, status in ((0.0, 200), (59.0, 200), (61.0, 503)):
+                engine.stalled_seconds = seconds
+                assert (await client.get("/health")).status_code == status
+
+    run(go())

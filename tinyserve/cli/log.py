@@ -16,13 +16,26 @@ from ..config import LogOptions
 
 
 class _Text(logging.Formatter):
-    """INFO 11-29 20:15:02 [engine] message"""
+    """INFO 11-29 20:15:02 [engine] message
+
+    A record is one line, and a traceback's lines are indented: what a client sent can end up in both, and must not
+    look like a record of its own, or move a terminal's cursor.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
         name = record.name.removeprefix("tinyserve.")
-        text = f"{record.levelname} {stamp} [{name}] {record.getMessage()}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        lines = [f"{record.levelname} {stamp} [{name}] {printable(record.getMessage())}"]
+        if record.exc_info:
+            lines += [f"  {printable(line)}" for line in self.formatException(record.exc_info).split("\n")]
+        return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """The text in one line: characters that would not show themselves (line ends, escapes) are written as codes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Json(logging.Formatter):

@@ -10,10 +10,12 @@ Before: parse.py, server/serve.py, engine/engine.py.  After: a shell.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -41,7 +43,15 @@ def run(argv: Sequence[str]) -> int:
     config = read_config(argv, "tinyserve serve", "Serve a model with OpenAI's HTTP API.")
     prepare_cpu_environment(config.runner.cpu_threads)
     log.set_up(config.log)
+    _allow_files()
     return asyncio.run(_serve(config))
+
+
+def _allow_files() -> None:
+    """As many open files as the system lets us have: a connection is one, and the usual 1024 are few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(config: EngineConfig) -> int:

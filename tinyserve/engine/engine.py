@@ -318,7 +318,10 @@ class Engine:
             self._wake()
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """End everything and give the memory back. Requests that run get `drain_seconds` to finish, then ABORT."""
+        """End everything and give the memory back.
+
+        Requests that run get `drain_seconds` to finish, then ABORT; those that have not begun get Overloaded.
+        """
         if self._gate is Gate.CLOSED:
             return
         self._gate = Gate.SHUT
@@ -327,7 +330,7 @@ class Engine:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.streams.empty.wait(), drain_seconds)
         self._gate = Gate.CLOSED
-        self.streams.abort()
+        self.streams.abort(error=lambda: Overloaded("The engine was shut down before this request began."))
         self._wake()
         if self._tasks:
             await asyncio.wait(self._tasks[:1], timeout=CLOSE_SECONDS)

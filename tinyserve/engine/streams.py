@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from attrs import define
+from attrs import define, evolve
 
 from ..errors import EngineError
 from ..request import FinishReason, Output, RequestOutputKind, Usage
@@ -31,12 +31,13 @@ _JOIN_AT = 64  # outputs that may wait before they are made one; bounds the numb
 
 @define
 class Later:
-    """Answers of a call that are not queued yet: `next` .. `end` - 1. aborted: they never will be."""
+    """Answers of a call that are not queued yet: `next` .. `end` - 1. aborted: they never will be. error: why not."""
 
     prepared: Prepared
     next: int
     end: int
     aborted: bool = False
+    error: Exception | None = None
 
     def __len__(self) -> int:
         return self.end - self.next
@@ -46,7 +47,13 @@ class Later:
         index, prompt = self.next, self.prepared.requests[0].prompt_ids
         self.next += 1
         usage = Usage(prompt_tokens=len(prompt))
-        return Output(request_id=self.prepared.name, index=index, finish_reason=FinishReason.ABORT, usage=usage)
+        return Output(
+            request_id=self.prepared.name,
+            index=index,
+            finish_reason=FinishReason.ABORT,
+            usage=usage,
+            error=self.error,
+        )
 
 
 class Stream:
@@ -201,11 +208,14 @@ class Streams:
         self._meter.output(answer, output, before)
         stream.put(output)
 
-    def cancel(self, stream: Stream, *, tell: bool) -> None:
-        """End what is unfinished of a stream. tell: give the reader a last output with finish_reason ABORT."""
+    def cancel(self, stream: Stream, *, tell: bool, error: Callable[[], Exception] | None = None) -> None:
+        """End what is unfinished of a stream.
+
+        tell: give the reader a last output with finish_reason ABORT.   error: told of answers that had not begun.
+        """
         if stream in self._expecting:
             del self._expecting[stream]
-            stream.later.aborted = True
+            stream.later.aborted, stream.later.error = True, error() if error else None
             stream.wake()
         for answer in list(stream.unfinished.values()):
             last = answer.ended(FinishReason.ABORT)
@@ -213,16 +223,20 @@ class Streams:
             self._finish(answer.request.id, FinishReason.ABORT)
             self._meter.ended(answer, last)
             if tell:
-                stream.put(last)
+                begun = last.usage.completion_tokens or error is None
+                stream.put(last if begun else evolve(last, error=error()))
         self._note_empty()
 
-    def abort(self, name: str | None = None) -> int:
-        """End every answer of the request called `name` (None: of all requests). Returns how many there were."""
+    def abort(self, name: str | None = None, error: Callable[[], Exception] | None = None) -> int:
+        """End every answer of the request called `name` (None: of all requests). Returns how many there were.
+
+        error: what those are told that had not begun, beside that they were aborted.
+        """
         streams = {stream: None for answer, stream in self._answers.values() if name in (None, answer.name)}
         streams |= {stream: None for stream in self._expecting if name in (None, stream.later.prepared.name)}
         count = sum(len(stream.unfinished) + len(stream.later or ()) for stream in streams)
         for stream in streams:
-            self.cancel(stream, tell=True)
+            self.cancel(stream, tell=True, error=error)
         return count
 
     def ids(self, name: str) -> list[str]:

@@ -13,16 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
-from ..errors import EngineDead
+from ..errors import EngineDead, Overloaded
 from . import answers
 from .face import Service
 from .schema import facts
 
+STALLED_SECONDS = 60.0  # longer than any step: a probe that fails has the server restarted
+
 
 @facts("Server", "Whether requests are answered")
 async def health(_request: Request, service: Service) -> Response:
-    """200 when requests would be answered; 503 while loading, draining or dead."""
-    service.ready()
+    """200 when requests would be answered; 503 while loading, draining, dead, or when no step ends any more."""
+    stalled = service.ready().stalled_seconds
+    if stalled > STALLED_SECONDS:
+        raise Overloaded(f"Requests wait, and no step has finished for {stalled:.0f} seconds.", retry_after=30)
     return Response(status_code=200)
 
 

@@ -72,6 +72,11 @@ class EngineFace(Protocol):
         """running, waiting, kv_usage ... of the moment."""
         ...
 
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds since a step finished while requests wait for one."""
+        ...
+
     def check_health(self) -> None:
         """Raises: EngineDead."""
         ...
