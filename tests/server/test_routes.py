@@ -174,7 +174,18 @@ def test_every_route_but_the_probes_asks_for_the_key(run):
     }
     open_paths = {path for (_, path), status in answers.items() if status != 401}
 
-    assert open_paths == {"/health", "/ping", "/version", "/load", "/metrics", "/metrics/", "/docs", "/openapi.json"}
+    assert open_paths == {
+        "/health",
+        "/ping",
+        "/version",
+        "/load",
+        "/metrics",
+        "/metrics/",
+        "/docs",
+        "/openapi.json",
+        "/",
+        "/web/{name}",
+    }
     assert run(call("GET", "/anything", options={"api_key": ["k"]})).status_code == 401
 
 

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
 from ..telemetry import HttpCall
-from . import admin, anthropic, control, docs, models, responses, tokens
+from . import admin, anthropic, control, docs, models, pages, responses, tokens
 from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, answer_to, describe
 from .face import Service
 from .generate import generate
@@ -35,7 +35,7 @@ from .openai_completions import completions
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
 OPEN = {"/health", "/ping", "/version", "/load", "/metrics", "/metrics/"}  # probes and scrapers have no API key
-OPEN |= {"/docs", "/openapi.json"}  # browsers cannot send one there; they tell nothing of this server's model
+OPEN |= {"/docs", "/openapi.json", "/"}  # browsers cannot send one there; they tell nothing of this server's model
 _ANSWERED = ("/v1", "/v2", "/inference")  # what counts as load
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _UNCOUNTED = {"/metrics", "/health", "/load", "/ping", "/version"}
@@ -70,7 +70,7 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/metrics", admin.metrics),
     ("GET", "/metrics/", admin.metrics),
 )
-ROUTES = (*_DESCRIBED, *docs.pages(_DESCRIBED))
+ROUTES = (*_DESCRIBED, *docs.pages(_DESCRIBED), ("GET", "/", pages.chat_page), ("GET", "/web/{name}", pages.asset))
 
 
 def create_app(service: Service) -> Front:
@@ -187,7 +187,7 @@ class Guard:
         names = {name for name, _ in headers}
         if b"transfer-encoding" in names and b"content-length" in names:
             raise Ambiguous("Content-Length and Transfer-Encoding contradict each other; send one of them.")
-        if not self._keys or scope["method"] == "OPTIONS" or _path(scope) in OPEN:
+        if not self._keys or scope["method"] == "OPTIONS" or _path(scope) in OPEN or _path(scope).startswith("/web/"):
             return
         sent = dict(reversed(headers))  # of a name that comes twice, the first counts
         scheme, _, key = sent.get(b"authorization", b"bearer " + sent.get(b"x-api-key", b"")).partition(b" ")
