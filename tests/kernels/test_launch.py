@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from tests.kernels.harness import TARGETS, CompileDriver, compile_only, interpreting, nan_outputs, replaced
@@ -180,10 +181,10 @@ def test_noted_launches_are_compiled_together():
         _fill_kernel.device_caches.clear()
         try:
             with launch.noting() as variants:
-                assert launches() == [None] * 3
+                assert not any(isinstance(kernel, CompiledKernel) for kernel in launches())
             assert launch.compile_together(variants, threads=2) == 2
             with launch.noting() as more:
-                assert None not in launches()
+                assert all(isinstance(kernel, CompiledKernel) for kernel in launches())
         finally:
             _fill_kernel.device_caches.clear()
 

@@ -131,6 +131,8 @@ class Engine:
                 await self._rest()
                 continue
             updates = scheduler.commit(await flying.popleft())
+            if flying and (step := self._plan()):  # the device gets its next step before the readers get their tokens
+                flying.append(runner.launch(step))
             for update in updates:
                 self.streams.push(update)
             self.meter.landed(scheduler.stats())

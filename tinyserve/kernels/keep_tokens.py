@@ -1,18 +1,20 @@
 """What a step leaves behind: its tokens in the rows, for the next step, and beside the bad flags, for the host.
 
-    token table[slots[s], places[s]] = tokens[s]  where kept[s]          result = [ tokens 0 .. S-1 | bad 0 .. S-1 ]
+    token table[slots[s], places[s]] = tokens[s]  where kept[s]         home[turn] = [ tokens 0 .. S-1 | bad 0 .. S-1 ]
+    turn = (turn + 1) mod R
 
 The next step, which may be queued already, reads its input from the token table, so no token goes through the host
-before it is used. The result is one piece of memory so that it goes home in one copy. One program for 1024 sequences.
+before it is used. What the host gets is written straight into its memory, into the slot of this step: see `fetch.py`.
+One program does it all, 1024 sequences at a time.
 
-Before: `sample.py`.  After: `step_inputs.py` of the next step; runner/runner.py copies the result.
+Before: `sample.py`.  After: `fetch.py` and `step_inputs.py` of the next step; runner/runner.py reads `home`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, use_kernel
+from .launch import use_kernel
 
 BLOCK = 1024
 
@@ -24,17 +26,23 @@ def keep_tokens_reference(
     places: torch.Tensor,
     kept: torch.Tensor,
     table: torch.Tensor,
-    result: torch.Tensor,
+    home: torch.Tensor,
+    turn: torch.Tensor,
+    *,
+    late: bool = False,
 ) -> None:
     """The specification of `keep_tokens`, with its arguments."""
-    S = len(tokens)
+    S, ring = len(tokens), len(home)
     some = kept > 0
     table[slots[some], places[some]] = tokens[some]
-    result[:S] = tokens
-    result[S:] = bad
+    slot = home[(int(turn) - late) % ring]
+    slot[:S] = tokens
+    slot[S : 2 * S] = bad
+    if not late:
+        turn.copy_((turn + 1) % ring)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S", "ring"])
 def _keep_tokens_kernel(
     tokens_ptr,  # [S] int32
     bad_ptr,  # [S] int8
@@ -42,20 +50,33 @@ def _keep_tokens_kernel(
     places_ptr,  # [S]
     kept_ptr,  # [S]
     table_ptr,  # [N, W] int32
-    result_ptr,  # [2 * S] int32
+    home_ptr,  # [R, width] int32; memory of the host
+    turn_ptr,  # [1]
     S,
     W,
+    ring,
+    width,
+    LATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    sequence = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = sequence < S
-    token = tl.load(tokens_ptr + sequence, mask=inside, other=0)
-    slot = tl.load(slots_ptr + sequence, mask=inside, other=0).to(tl.int64)
-    place = tl.load(places_ptr + sequence, mask=inside, other=0)
-    kept = tl.load(kept_ptr + sequence, mask=inside, other=0)
-    tl.store(table_ptr + slot * W + place, token, mask=inside & (kept > 0))
-    tl.store(result_ptr + sequence, token, mask=inside)
-    tl.store(result_ptr + S + sequence, tl.load(bad_ptr + sequence, mask=inside, other=0).to(tl.int32), mask=inside)
+    turn = tl.load(turn_ptr)
+    next_turn = (turn + 1) % ring
+    if LATE:
+        turn = (turn + ring - 1) % ring
+    home = home_ptr + turn.to(tl.int64) * width
+    for start in range(0, S, BLOCK):
+        sequence = start + tl.arange(0, BLOCK)
+        inside = sequence < S
+        token = tl.load(tokens_ptr + sequence, mask=inside, other=0)
+        slot = tl.load(slots_ptr + sequence, mask=inside, other=0).to(tl.int64)
+        place = tl.load(places_ptr + sequence, mask=inside, other=0)
+        kept = tl.load(kept_ptr + sequence, mask=inside, other=0)
+        tl.store(table_ptr + slot * W + place, token, mask=inside & (kept > 0))
+        tl.store(home + sequence, token, mask=inside)
+        tl.store(home + S + sequence, tl.load(bad_ptr + sequence, mask=inside, other=0).to(tl.int32), mask=inside)
+    if not LATE:
+        tl.debug_barrier()  # every thread has read the turn
+        tl.store(turn_ptr, next_turn)
 
 
 def keep_tokens(
@@ -65,26 +86,32 @@ def keep_tokens(
     places: torch.Tensor,
     kept: torch.Tensor,
     table: torch.Tensor,
-    result: torch.Tensor,
+    home: torch.Tensor,
+    turn: torch.Tensor,
+    *,
+    late: bool = False,
 ) -> None:
-    """Write the chosen tokens where they are needed.
+    """Write the chosen tokens where they are needed, and end the step.
 
     Args:
-        tokens: [S] int32.   bad: [S] bool.
+        tokens: [S] int32; S may be 0.   bad: [S] bool.
         slots, places: [S] int32: row and position of each token.   kept: [S] int32, 0: not written to the table.
-        table: [N, W] int32, changed.   result: [2 S] int32, contiguous, written.
+        table: [N, W] int32, changed.
+        home: [R, at least 2 S] int32, contiguous; on the CPU, or pinned memory of the host; written.
+        turn: [1] int32, which slot of `home`; moved on.
+        late: the step has been ended already: its slot is written once more, and `turn` stays.
 
     Raises:
         ValueError: shapes that do not fit.
     """
     S = len(tokens)
-    if any(len(part) != S for part in (bad, slots, places, kept)) or result.shape != (2 * S,):
-        raise ValueError(f"keep_tokens: {S} tokens, {len(slots)} slots, result {list(result.shape)}")
-    if not use_kernel(tokens):
-        return keep_tokens_reference(tokens, bad, slots, places, kept, table, result)
-    if S:
-        _keep_tokens_kernel[(cdiv(S, BLOCK),)](
-            tokens, bad.view(torch.int8), slots, places, kept, table, result, S, table.stride(0),
-            BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+    fits = home.dim() == 2 and home.shape[1] >= 2 * S and turn.shape == (1,)
+    if not fits or any(len(part) != S for part in (bad, slots, places, kept)):
+        raise ValueError(f"keep_tokens: {S} tokens, {len(slots)} slots, home {list(home.shape)}")
+    if not use_kernel(table):
+        return keep_tokens_reference(tokens, bad, slots, places, kept, table, home, turn, late=late)
+    _keep_tokens_kernel[(1,)](
+        tokens, bad.view(torch.int8), slots, places, kept, table, home, turn, S, table.stride(0), len(home),
+        home.stride(0), LATE=late, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
     return None

@@ -76,18 +76,23 @@ class Variant:
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Variant]]:
-    """Inside, this thread compiles nothing: a launch that would is left out, and its variant is in the list.
+    """Inside, this thread compiles nothing: a launch that would is left out, and its variant is in the list, once.
 
     Steps of zeros run this way name the variants that real steps need; `compile_together` then makes them all at once,
     where one launch after the other would wait for each.
     """
     found: list[Variant] = []
+    stubs: list[tuple[dict, Any]] = []
     mine, before = threading.get_ident(), triton.knobs.runtime.jit_cache_hook
 
     def hook(**launch: Any) -> bool:
         if threading.get_ident() != mine:  # another engine of this process
             return bool(before and before(**launch))
-        found.append(Variant(launch["fn"].jit_function, launch["compile"]["specialization_data"]))
+        kernel, asked = launch["fn"].jit_function, launch["compile"]
+        found.append(Variant(kernel, asked["specialization_data"]))
+        compiled = kernel.device_caches[asked["device"]][0]
+        compiled[launch["key"]] = _NotCompiled()
+        stubs.append((compiled, launch["key"]))
         return True
 
     triton.knobs.runtime.jit_cache_hook = hook
@@ -95,6 +100,18 @@ def noting() -> Iterator[list[Variant]]:
         yield found
     finally:
         triton.knobs.runtime.jit_cache_hook = before
+        for compiled, key in stubs:
+            del compiled[key]
+
+
+class _NotCompiled:
+    """Stands where Triton keeps a compiled kernel, so that later launches of the variant are left out quickly."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: Any) -> None: ...
+
+    def run(self, *_: Any) -> None: ...
 
 
 def compile_together(variants: Iterable[Variant], threads: int) -> int:

@@ -5,9 +5,9 @@
     query_start  [   0    ,    1     ,  2            ,  6       , 9 ]    [S + 1]
 
 A Batch is made of views into buffers that are allocated once, at addresses that never change: a captured graph can
-read them. The host fills one int32 array per step, which reaches the device in one copy, with the step's differences of
-the rows in it; everything else (input tokens, block tables, cache positions to write, sampling numbers) is gathered on
-the device from the rows, because the host may not know it yet.
+read them. The host fills one int32 array per step, a slot of the ring `mail`, which the device reads itself. Everything
+else (input tokens, block tables, cache positions to write, sampling numbers) is gathered on the device from the rows,
+because the host may not know it yet. What a step gives comes back in the same slot of the ring `home`.
 
 A `Shape` says how much of the buffers a step uses. A graph's shape is usually larger than the step: what is left over
 is padding, single tokens after the decodes and empty sequences at the end, all of the spare row and of length 0.
@@ -24,12 +24,13 @@ import torch
 from attrs import field, frozen
 
 from ..device import Device
+from ..kernels.fetch import fetch
 from ..kernels.step_inputs import RowState, StepBuffers, step_inputs
 from ..sampling.params import RowValues
 from ..step import SeqSlice, StepInput
 from .slots import ALIGN, Differences, Rows
 
-RIDERS = 1024  # differences of a step that travel in its own copy; more have one to themselves
+RIDERS = 1024  # differences of a step that have a place in its slot; more get memory of their own
 SHAPES = 256  # whose views are kept
 
 
@@ -39,13 +40,11 @@ class Shape:
 
     Args:
         tokens: T.   seqs: S.   decodes: leading sequences of one token each.
-        filters: whether the sampler inside the step looks at top-k, top-p and min-p.
     """
 
     tokens: int
     seqs: int
     decodes: int
-    filters: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -62,15 +61,15 @@ class Views:
     """The buffers of a shape.
 
     Args:
-        shape: theirs.
+        shape: theirs.   ints: what the host sent, of which the next seven are parts.
         slots, seq_lens, kept, logit_rows: [S] int32; kept: 1 where the chosen token belongs to the row.
         query_start: [S + 1] int32.
         token_rows, places: [T] int32, row and position of each token, -1 for padding; None for a decode shape.
         out: what is gathered.   values: the sampling numbers in it.
-        result: [2 S] int32, tokens and bad flags (kernels/keep_tokens.py).
     """
 
     shape: Shape
+    ints: torch.Tensor
     slots: torch.Tensor
     seq_lens: torch.Tensor
     kept: torch.Tensor
@@ -80,7 +79,6 @@ class Views:
     places: torch.Tensor | None
     out: StepBuffers
     values: RowValues
-    result: torch.Tensor
 
 
 @frozen(kw_only=True, eq=False)
@@ -137,7 +135,11 @@ class BatchBuilder:
     Args:
         rows: the device state to gather from.   params: [C, rows + 1] int32, the sampler's numbers of each row.
         max_tokens, max_seqs: most tokens and sequences of one step, padding included.
-        device: where.   ring: how many steps may be in flight; the host buffer of a step is not reused before.
+        device: where.   ring: slots of mail and home; one more than steps may be in flight.
+
+    Attributes:
+        home: [R, 2 S] int32 on the host: tokens and bad flags of each step, kernels/keep_tokens.py.
+        turn: [1] int32 on the device: the slot of the step that runs.   slot: of the step that was sent last.
     """
 
     def __init__(
@@ -147,8 +149,11 @@ class BatchBuilder:
         self._state = RowState(rows.tokens, rows.tables, params)
         self._layout = _Layout(max_tokens, max_seqs)
         self._device = device
-        self._host = [device.host_buffer(self._layout.size, dtype=torch.int32).zero_() for _ in range(ring)]
-        self._flat = [host.numpy() for host in self._host]
+        self._mail = device.host_buffer(ring, self._layout.size, dtype=torch.int32).zero_()
+        self._flat = list(self._mail.numpy())
+        self._filled: list[tuple[tuple[int, ...], Shape] | None] = [None] * ring  # rows that a slot names
+        self.home = device.host_buffer(ring, 2 * max_seqs, dtype=torch.int32)
+        self.slot = ring - 1
         groups, _, width = rows.tables.shape
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -164,7 +169,7 @@ class BatchBuilder:
             params=zeros(len(params) - 2, aligned_seqs),
             seeds=zeros(max_seqs, dtype=torch.int64),
         )
-        self._result = zeros(2 * max_seqs)
+        self.turn = zeros(1)
         self._count = torch.arange(max_seqs + 1, dtype=torch.int32, device=device.torch)
         self._views: dict[Shape, Views] = {}
         self._turn = 0
@@ -177,30 +182,39 @@ class BatchBuilder:
             return singles
         return singles + [i for i, piece in enumerate(slices) if piece.count > 1]
 
-    def send(self, pieces: Sequence[SeqSlice], shape: Shape, differences: Differences | None = None) -> Views:
-        """Bring a step's integers to the device in one copy, and apply the differences of the rows.
+    def send(
+        self,
+        pieces: Sequence[SeqSlice],
+        shape: Shape,
+        differences: Differences | None = None,
+        slots: tuple[int, ...] | None = None,
+    ) -> Views:
+        """Write a step's integers where the device will read them, and apply the differences of the rows.
 
         Args: pieces: in order; single tokens first.   shape: of the step, or of a graph that holds it.
+            slots: the rows of the pieces, if the caller has them.
         """
-        self._turn = (self._turn + 1) % len(self._host)
-        flat, at = self._flat[self._turn], self._layout.at
-        decodes = sum(piece.count == 1 for piece in pieces) if not shape.is_decode else len(pieces)
-        runs = ((pieces[:decodes], 0, shape.decodes), (pieces[decodes:], shape.decodes, shape.seqs))
-        for some, start, stop in runs:
-            self._fill(flat, some, start, stop)
-        used = at["where"]
-        if differences is not None and len(differences.where) <= RIDERS:
-            count = len(differences.where)
-            flat[at["where"] : at["where"] + 2 * count] = differences.where.view(np.int32)
-            flat[at["values"] : at["values"] + count] = differences.values
-            used = at["values"] + count
+        self.slot = (self.slot + 1) % len(self._flat)
+        flat = self._flat[self.slot]
+        slots = tuple([piece.slot for piece in pieces]) if slots is None else slots
+        decodes = len(pieces) if shape.is_decode else sum(piece.count == 1 for piece in pieces)
+        filled = (slots, shape) if shape.is_decode and all([piece.samples for piece in pieces]) else None
+        if filled is None or filled != self._filled[self.slot]:
+            self._fill(flat, pieces[:decodes], 0, shape.decodes)
+            self._fill(flat, pieces[decodes:], shape.decodes, shape.seqs)
+        else:  # the same rows as when this slot was used last
+            lens = self._layout.at["lens"]
+            flat[lens : lens + decodes] = [piece.start + 1 for piece in pieces]
+        self._filled[self.slot] = filled
         if not shape.is_decode:
             self._fill_tokens(flat, pieces, decodes, shape)
-            used = at["places"] + shape.tokens
-        self._ints[:used].copy_(self._host[self._turn][:used], non_blocking=True)
         if differences is not None:
-            self._apply(differences)
+            self._apply(flat, differences)
         return self.views(shape)
+
+    def follow(self) -> None:
+        """Let the device's turn be the host's again, after steps that were sent but did not run as a whole."""
+        self.turn.fill_((self.slot + 1) % len(self._flat))
 
     def _fill(self, flat: np.ndarray, pieces: Sequence[SeqSlice], start: int, stop: int) -> None:
         """Row, length and kept-flag of these sequences from place `start` on; padding up to `stop`."""
@@ -231,13 +245,17 @@ class BatchBuilder:
         rows[total : shape.tokens] = spare
         places[total : shape.tokens] = -1
 
-    def _apply(self, differences: Differences) -> None:
+    def _apply(self, flat: np.ndarray, differences: Differences) -> None:
+        """Scatter the differences: few come from the slot's own pinned memory, many from some of their own."""
         count, at = len(differences.where), self._layout.at
         if count > RIDERS:
             self._rows.write(differences)
             return
-        where = self._ints[at["where"] : at["where"] + 2 * count].view(torch.int64)
-        self._rows.scatter(where, self._ints[at["values"] : at["values"] + count])
+        start, values, stop = at["where"], at["values"], at["values"] + count
+        flat[start : start + 2 * count] = differences.where.view(np.int32)
+        flat[values:stop] = differences.values
+        self._ints[start:stop].copy_(self._mail[self.slot, start:stop], non_blocking=True)
+        self._rows.scatter(self._ints[start : start + 2 * count].view(torch.int64), self._ints[values:stop])
 
     def views(self, shape: Shape) -> Views:
         """The buffers of a shape."""
@@ -249,10 +267,10 @@ class BatchBuilder:
         return found
 
     def _make_views(self, shape: Shape) -> Views:
-        T, S = shape.tokens, shape.seqs
+        T, S, at = shape.tokens, shape.seqs, self._layout.at
 
         def sent(name: str, size: int) -> torch.Tensor:
-            return self._ints[self._layout.at[name] :][:size]
+            return self._ints[at[name] :][:size]
 
         one, slots = shape.is_decode, sent("slots", S)
         out = StepBuffers(
@@ -265,6 +283,7 @@ class BatchBuilder:
         )
         return Views(
             shape=shape,
+            ints=self._ints[: at["kept"] + S if one else at["places"] + T],
             slots=slots,
             seq_lens=sent("lens", S),
             kept=sent("kept", S),
@@ -274,7 +293,6 @@ class BatchBuilder:
             places=None if one else sent("places", T),
             out=out,
             values=RowValues.of(slots, out.params, out.seeds),
-            result=self._result[: 2 * S],
         )
 
     def batch(self, views: Views, max_query_len: int, max_seq_len: int) -> Batch:
@@ -300,7 +318,8 @@ class BatchBuilder:
         )
 
     def gather(self, views: Views) -> None:
-        """Fetch on the device what the rows know: tokens, block tables, cache positions and sampling numbers."""
+        """Fetch on the device what the host sent, and what the rows know: tokens, tables, cache positions, numbers."""
+        fetch(self._mail, self.turn, views.ints)
         step_inputs(
             self._state, views.out, views.slots, views.seq_lens, views.token_rows, views.places, self._rows.block_size
         )

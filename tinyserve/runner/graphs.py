@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from ..device import Device, borrowed
 from .batch import Shape, Views
@@ -33,10 +33,14 @@ FITS = 4096  # steps whose fitting shape is remembered
 
 @frozen(eq=False)
 class Computed:
-    """What the computation of a step leaves: hidden [T, H] after the final norm; logits [S, V], None if not asked."""
+    """What the computation of a step leaves.
+
+    Args: hidden: [T, H] after the final norm.   logits: [S, V], None if not asked.   ended: tokens have been kept.
+    """
 
     hidden: torch.Tensor
     logits: torch.Tensor | None
+    ended: bool
 
 
 class Graphs(Protocol):
@@ -58,8 +62,8 @@ class Graphs(Protocol):
         """Make a graph of compute(), which works on this shape's buffers."""
         ...
 
-    def samples(self) -> list[Shape]:
-        """The largest and the smallest shape, whose memory tells that of all; [] if nothing is ever recorded."""
+    def shapes(self) -> list[Shape]:
+        """All that are or will be recorded, in that order."""
         ...
 
     def reset(self) -> int:
@@ -94,7 +98,7 @@ class Eager:
         """Never called."""
         raise NotImplementedError
 
-    def samples(self) -> list[Shape]:
+    def shapes(self) -> list[Shape]:
         """Nothing is recorded."""
         return []
 
@@ -159,7 +163,7 @@ class Wanted:
         mixed = [mixed_shape(*pair) for pair in sorted(self.mixed, key=lambda pair: (-pair[1], -pair[0]))]
         early = [shape for shape in mixed if not shape.decodes] + [s for s in decodes if s.seqs in first]
         late = [shape for shape in (*mixed, *decodes) if shape not in early]
-        return early + late + [evolve(shape, filters=True) for shape in decodes]
+        return early + late
 
     def early(self) -> int:
         """How many of `shapes` are recorded before anything is served."""
@@ -167,8 +171,8 @@ class Wanted:
 
 
 def mixed_shape(decodes: int, tokens: int) -> Shape:
-    """So many decodes beside so many prompt tokens; filters are always looked at, which costs little there."""
-    return Shape(decodes + tokens, decodes + MIXED_PROMPTS, decodes, filters=True)
+    """So many decodes beside so many prompt tokens."""
+    return Shape(decodes + tokens, decodes + MIXED_PROMPTS, decodes)
 
 
 class Recorded:
@@ -188,10 +192,7 @@ class Recorded:
         self._fits: dict[Shape, Shape] = {}  # what `fit` found since the last recording
 
     def fit(self, shape: Shape) -> Shape:
-        """The smallest recorded shape that holds the step, else its own.
-
-        A recorded shape without filters may serve a step that wants them: the caller then samples again.
-        """
+        """The smallest recorded shape that holds the step, else its own."""
         found = self._fits.get(shape)
         if found is None:
             if len(self._fits) >= FITS:
@@ -202,8 +203,6 @@ class Recorded:
     def _search(self, shape: Shape) -> Shape:
         if shape.is_decode:
             options = [Shape(size, size, size) for size in self._wanted.decodes if size >= shape.seqs]
-            if shape.filters:
-                options = [each for s in options for each in (evolve(s, filters=True), s)]
         else:
             prompts, tokens = shape.seqs - shape.decodes, shape.tokens - shape.decodes
             fits = prompts <= MIXED_PROMPTS
@@ -220,9 +219,9 @@ class Recorded:
         graph.replay()
         return computed
 
-    def samples(self) -> list[Shape]:
-        """Those with the most and the fewest sequences."""
-        return sorted(self._missing, key=lambda shape: (-shape.seqs, -shape.tokens))[:: max(len(self._missing) - 1, 1)]
+    def shapes(self) -> list[Shape]:
+        """All wanted ones."""
+        return self._wanted.shapes()
 
     def reset(self) -> int:
         """Free the graphs, and their memory; all shapes are to be recorded again."""
@@ -246,7 +245,7 @@ class Recorded:
         graph, computed = self._device.record(compute, self._pool)
         logits = None if computed.logits is None else borrowed(computed.logits)
         self._fits.clear()
-        self._graphs[shape] = graph, Computed(borrowed(computed.hidden), logits)
+        self._graphs[shape] = graph, Computed(borrowed(computed.hidden), logits, computed.ended)
 
     def close(self) -> None:
         """Free the graphs; their pool goes with the last one."""

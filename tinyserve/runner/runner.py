@@ -1,8 +1,8 @@
 """The runner launches steps: rows updated, model run, token chosen, result sent home.
 
-    launch:   differences, integers --one copy--> device -> [ gather -> model.forward -> logits -> choose -> keep ]
-                                                            '------------------- graphs.run --------------------'
-    landing:  one copy to the host done -> StepOutput
+    launch:   integers -> the host's ring -> [ fetch, gather -> model.forward -> logits -> choose -> keep ]
+                                             '---------------------- graphs.run -------------------------'
+    landing:  tokens in the host's ring -> StepOutput
 
 On a GPU `launch` runs on the event loop's thread and returns as soon as the kernels are queued: nothing in it waits for
 the device. A helper thread sleeps until the device is done and builds the StepOutput. On the CPU there is no queue to
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -75,7 +74,7 @@ class _Launched:
 
     Args:
         order: the slice of each sequence of the batch.   places: where its token stands in the result.
-        result: tokens, then bad flags; on the host once the event has come. None if nothing was chosen.
+        result: [2, S] tokens and bad flags; they are there once the event has come. None if nothing was chosen.
         reports: of the sequences, by their place.   prompt_scores: by slice.
     """
 
@@ -111,7 +110,7 @@ class Runner:
         if not isinstance(self.graphs, Eager):  # room for the padding of a mixed graph
             tokens, seqs = max(tokens, seqs + MIXED_TOKENS), seqs + MIXED_PROMPTS
         self.batches = BatchBuilder(self.rows, sampler.table, tokens, seqs, device, ring)
-        self._homes = deque((device.host_buffer(2 * seqs, dtype=torch.int32), device.event()) for _ in range(ring))
+        self._events = [device.event() for _ in range(ring)]
         self._worker = Workers("tinyserve-step")
         self._closed = False
 
@@ -151,10 +150,19 @@ class Runner:
     def record(self, shape: Shape) -> None:
         """Make the graph of a shape, over sequences of padding. No step may be under way."""
         with self.device.use():
-            views = self.batches.send((), shape)
-            prompt = shape.tokens - shape.decodes
-            batch = self.batches.batch(views, max(prompt, 1), self.limits.max_model_len)
-            self.graphs.record(shape, lambda: self._compute(batch, sampled=True, chosen=True))
+            batch = self._padding(shape)
+            self.graphs.record(shape, lambda: self._compute(batch, filters=True))
+            self.batches.follow()
+
+    @torch.inference_mode()
+    def try_shape(self, shape: Shape) -> None:
+        """Launch what the graph of a shape would."""
+        with self.device.use():
+            self._compute(self._padding(shape), filters=True)
+
+    def _padding(self, shape: Shape) -> Batch:
+        views = self.batches.send((), shape)
+        return self.batches.batch(views, max(shape.tokens - shape.decodes, 1), self.limits.max_model_len)
 
     @torch.inference_mode()
     def _enqueue(self, step: StepInput) -> _Launched:
@@ -168,11 +176,11 @@ class Runner:
                 pieces = [step.slices[i] for i in order]
                 places, result, reports, hidden = self._run(pieces, differences, step.masks)
                 scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in self._scored(pieces)}
+                event = self._events[self.batches.slot]
             else:
                 self.rows.write(differences)
-            event = self._homes[0][1]
+                event = self.device.event()
             event.record(self.device.current_stream())
-            self._homes.rotate(-1)
         return _Launched(step, order, places, result, reports, scores, event, started)
 
     def _take(self, step: StepInput) -> Differences | None:
@@ -194,79 +202,79 @@ class Runner:
         slots = tuple([piece.slot for piece in pieces])
         asks = self.sampler.asks(slots)
         more = asks.more or masks is not None
-        own, sampled = self._own_shape(pieces, asks.filters), any(piece.samples for piece in pieces)
+        own, sampled = self._own_shape(pieces), any(piece.samples for piece in pieces)
         exact = not own.is_decode and (more or bool(self._scored(pieces)))
         shape = own if exact else self.graphs.fit(own)
-        views = self.batches.send(pieces, shape, differences)
-        again = sampled and (more or (asks.filters and not shape.filters))  # the graph's choice is not enough
+        views = self.batches.send(pieces, shape, differences, slots)
+        again = sampled and more  # the choice of a graph is not enough
 
         def compute() -> Computed:
             longest = max(piece.end for piece in pieces)
             batch = self.batches.batch(views, max(piece.count for piece in pieces), longest)
-            return self._compute(batch, sampled=sampled, chosen=not again)
+            return self._compute(batch, filters=asks.filters, sampled=sampled, chosen=not again)
 
         computed = self.graphs.run(views, compute)
         reports, places = None, range(len(pieces))
         if again:
             views = self.batches.views(own)
             grammar = None if masks is None else GrammarMask.of(masks.result(), masks.slots, slots, self.device.torch)
-            reports = self._sample(computed.logits[: len(pieces)], slots, views, grammar)
+            reports = self._sample(computed, slots, views, grammar)
         elif shape.decodes != own.decodes and not own.is_decode:
             places = [shape.place(i, own.decodes) for i in places]
-        return places, self._bring_home(views.result) if sampled else None, reports, computed.hidden
+        home = self.batches.home[self.batches.slot, : 2 * views.shape.seqs] if sampled else None
+        return places, home, reports, computed.hidden
 
-    def _own_shape(self, pieces: Sequence[SeqSlice], filters: bool) -> Shape:
+    def _own_shape(self, pieces: Sequence[SeqSlice]) -> Shape:
         """The shape of a step as it is, without padding."""
         seqs = len(pieces)
         if pieces[-1].count == 1:  # they stand first
-            return Shape(seqs, seqs, seqs, filters)
+            return Shape(seqs, seqs, seqs)
         tokens = sum(piece.count for piece in pieces)
-        return Shape(tokens, seqs, sum(piece.count == 1 for piece in pieces), filters)
+        return Shape(tokens, seqs, sum(piece.count == 1 for piece in pieces))
 
-    def _compute(self, batch: Batch, *, sampled: bool, chosen: bool) -> Computed:
+    def _compute(self, batch: Batch, *, filters: bool, sampled: bool = True, chosen: bool = True) -> Computed:
         """Gather, forward, logits, the chosen tokens and where they go; nothing depends on the host's numbers.
 
-        Args: sampled: some sequence of the step gets a token.   chosen: it is chosen here.
+        Args: filters: some row may ask for top-k, top-p or min-p.   sampled: some sequence of the step gets a token.
+            chosen: it is chosen here.
         """
         views = batch.views
         self.batches.gather(views)
         hidden = self.model.forward(batch)
         if not sampled:
-            return Computed(hidden, None)
+            self._keep(views.slots[:0], views.kept[:0] > 0, views)
+            return Computed(hidden, None, True)
         last = hidden if views.shape.is_decode else hidden.index_select(0, batch.logit_rows)
         logits = self.model.logits(last)
         if chosen:
-            tokens, bad, _ = self.sampler.choose(logits, views.values, views.seq_lens, views.shape.filters)
+            tokens, bad = self.sampler.choose(logits, views.values, views.seq_lens, filters=filters)
             self._keep(tokens, bad, views)
-        return Computed(hidden, logits)
+        return Computed(hidden, logits, chosen)
 
     def _sample(
-        self, logits: torch.Tensor, slots: tuple[int, ...], views: Views, grammar: GrammarMask | None
+        self, computed: Computed, slots: tuple[int, ...], views: Views, grammar: GrammarMask | None
     ) -> TokenReports | None:
         """Choose with everything that the rows and their grammars ask for."""
+        logits = computed.logits[: len(slots)]
         sampled = self.sampler.sample(logits, slots, views.seq_lens, self.rows.tokens, grammar, values=views.values)
-        self._keep(sampled.tokens, sampled.bad, views)
+        self._keep(sampled.tokens, sampled.bad, views, late=computed.ended)
         reports = sampled.reports
         return reports if reports is None or self.device.is_cpu else reports.to("cpu", non_blocking=True)
 
-    def _keep(self, tokens: torch.Tensor, bad: torch.Tensor, views: Views) -> None:
-        keep_tokens(tokens, bad, views.slots, views.seq_lens, views.kept, self.rows.tokens, views.result)
-
-    def _bring_home(self, result: torch.Tensor) -> torch.Tensor:
-        """Queue the copy of a result into the host's buffer for this step (on the CPU it is there already)."""
-        if self.device.is_cpu:
-            return result
-        return self._homes[0][0][: len(result)].copy_(result, non_blocking=True)
+    def _keep(self, tokens: torch.Tensor, bad: torch.Tensor, views: Views, *, late: bool = False) -> None:
+        """End the step with these tokens, fewer than its sequences or none; late: it has been ended."""
+        where = (part[: len(tokens)] for part in (views.slots, views.seq_lens, views.kept))
+        keep_tokens(tokens, bad, *where, self.rows.tokens, self.batches.home, self.batches.turn, late=late)
 
     def _scored(self, pieces: Sequence[SeqSlice]) -> list[int]:
         """Which pieces hold prompt positions whose next token's log-probability was asked for."""
+        rows = self.rows
         return [
             i
-            for i, piece in enumerate(pieces)
-            if piece.start < self.rows.prompt_lens[piece.slot] - 1
-            and (params := self.rows.params[piece.slot]) is not None
-            and (first := params.scores_from()) is not None
-            and max(piece.start, first) < min(piece.end, self.rows.prompt_lens[piece.slot] - 1)
+            for i, piece in enumerate(pieces if rows.scored else ())
+            if piece.slot in rows.scored
+            and max(piece.start, rows.params[piece.slot].scores_from())
+            < min(piece.end, rows.prompt_lens[piece.slot] - 1)
         ]
 
     def _score_prompt(self, hidden: torch.Tensor, pieces: Sequence[SeqSlice], index: int) -> list[Any]:

@@ -55,6 +55,7 @@ class Rows:
         self.tables = self.state[self._tables_at :].view(groups, count, blocks)  # [G, N, B]
         self.prompt_lens = [0] * (rows + 1)
         self.params: list[RowParams | None] = [None] * rows
+        self.scored: set[int] = set()  # rows that ask about their prompt
 
     def apply(self, step: StepInput) -> None:
         """Take over a step's differences: rows closed and opened, blocks added."""
@@ -64,6 +65,7 @@ class Rows:
         """Book what the host itself remembers of rows; return what the device must be told, None if nothing."""
         for slot in step.closed:
             self.params[slot] = None
+            self.scored.discard(slot)
         if not (step.opened or step.edits):
             return None
         width, (_, rows, blocks) = self.tokens.shape[1], self.tables.shape
@@ -71,6 +73,8 @@ class Rows:
         for opening in step.opened:
             self.prompt_lens[opening.slot] = opening.prompt_len
             self.params[opening.slot] = opening.params
+            if opening.params.scores_from() is not None:
+                self.scored.add(opening.slot)
             firsts.append(opening.slot * width)
             parts.append(opening.tokens)
         for edit in step.edits:

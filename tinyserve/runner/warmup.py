@@ -12,36 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attrs import evolve
+
 from ..kernels.launch import compile_together, noting
 from ..step import RowParams, SeqSlice, SlotOpening, StepInput
+from .batch import Shape
+from .graphs import decode_sizes
 from .runner import Runner
 
 GREEDY = RowParams(temperature=0.0)
-EVERYTHING = RowParams(
-    temperature=0.7,
-    top_p=0.9,
-    top_k=20,
-    min_p=0.01,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    repetition_penalty=1.1,
-    seed=1,
-    min_tokens=2,
-    logprobs=5,
-    prompt_logprobs=1,
-    logprob_ids=(0, 1),
-    bias=((1, 1.0),),
-    masked=(0,),
-    bad_words=((0, 1),),
-)
-KINDS = (
-    RowParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01),
-    RowParams(temperature=0.0, logprobs=0),
-    RowParams(temperature=0.0, logprobs=5),
-    RowParams(temperature=0.7, logprobs=20),
-    RowParams(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1),
-    RowParams(temperature=0.0, allowed=(0, 1)),
-    EVERYTHING,
+EDITED = RowParams(
+    temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
+    repetition_penalty=1.1, min_tokens=2, bias=((1, 1.0),), masked=(0,), bad_words=((0, 1),), allowed=(0, 1, 2),
+)  # fmt: skip
+REPORTED = tuple(
+    evolve(params, logprobs=count, prompt_logprobs=count, logprob_ids=(0, 1))
+    for params, count in ((GREEDY, 0), (GREEDY, 1), (EDITED, 5), (EDITED, 20))
 )
 
 
@@ -58,8 +44,8 @@ def graph_bytes(runner: Runner) -> int:
 
     The largest shows what its kernels work in, which the others share; a small one shows what a graph itself takes.
     """
-    shapes, taken = runner.graphs.samples(), []
-    for shape in shapes:
+    shapes, taken = sorted(runner.graphs.shapes(), key=lambda shape: (shape.seqs, shape.tokens)), []
+    for shape in shapes[-1:] + shapes[:1]:
         runner.device.release_unused()
         before = runner.device.memory().free_bytes
         runner.record(shape)
@@ -73,7 +59,15 @@ def compile_kernels(runner: Runner, threads: int) -> int:
     with noting() as variants:
         rehearse(runner)
         _all_kinds(runner)
+        for shape in runner.graphs.shapes() or [Shape(size, size, size) for size in _batches(runner)]:
+            runner.try_shape(shape)
+    runner.batches.follow()
     return compile_together(variants, threads)
+
+
+def _batches(runner: Runner) -> list[int]:
+    """Sizes of decode batches that may make kernels choose other tiles."""
+    return [size for size in decode_sizes(runner.limits.max_seqs) if size <= 1024]
 
 
 def warm_up(runner: Runner) -> None:
@@ -85,17 +79,17 @@ def warm_up(runner: Runner) -> None:
 
 
 def _all_kinds(runner: Runner) -> None:
-    """A step of every kind."""
+    """A step of every kind: prompts of lengths that make kernels choose other tiles, batches, mixtures, samplers."""
     limits = runner.limits
     longest = min(limits.max_tokens, limits.max_model_len - 2)
-    shapes = [[count] for count in (1, 2, 16, 17, 255, longest) if count <= longest]
-    shapes += [[1] * count for count in (2, 3, 8, 16, 17) if count <= limits.max_seqs]
-    shapes += [[1, *rest] for rest in ([2], [15, 16], [17] * 16) if len(rest) < limits.max_seqs and sum(rest) < longest]
-    for counts in shapes:
-        _steps(runner, counts, GREEDY, decodes=1)
-    for params in KINDS:
-        for counts in ([2], [2] * min(16, limits.max_seqs), [2] * min(3, limits.max_seqs)):
-            _steps(runner, counts, params, decodes=1)
+    shapes = [([count], GREEDY) for count in (1, 2, 3, 5, 9, 16, 17, 33, 65, 255, longest)]
+    shapes += [([2] * count, GREEDY) for count in (2, 3, 16, 17)]
+    shapes += [([1, *rest], GREEDY) for rest in ([2], [15, 16], [17] * 16)]
+    shapes += [([2] * count, EDITED) for count in (1, 3, 16)]
+    shapes += [([2] * 3, params) for params in REPORTED]
+    for counts, params in shapes:
+        if len(counts) <= limits.max_seqs and sum(counts) <= longest:
+            _steps(runner, counts, params, decodes=int(max(counts) <= 2))
 
 
 def _steps(runner: Runner, counts: Sequence[int], params: RowParams, decodes: int = 0) -> None:

@@ -174,19 +174,15 @@ class Sampler:
         plan = self._plan_of(tuple(slots))
         return Asks(plan.filters, bool(plan.uses or plan.asked))
 
-    def choose(
-        self, logits: Tensor, values: RowValues, positions: Tensor, filters: bool
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def choose(self, logits: Tensor, values: RowValues, positions: Tensor, *, filters: bool) -> tuple[Tensor, Tensor]:
         """Draw one token per row; nothing here depends on which rows they are, so a device graph may hold it.
 
         Args: logits [L, V], positions [L] as of `sample`; values: the rows' numbers; filters: whether they are looked
             at for top-k, top-p and min-p.
-        Returns: tokens [L] int32, bad [L] bool, and with filters the bounds of kernels/threshold.py.
+        Returns: tokens [L] int32, bad [L] bool.
         """
-        bounds: tuple[Tensor, ...] = ()
-        if filters:
-            bounds = threshold(logits, values.temperature, values.top_k, values.top_p, values.min_p)
-        return *sample(logits, values.temperature, values.seeds, positions, *bounds), bounds
+        cuts = (values.top_k, values.top_p, values.min_p) if filters else None
+        return sample(logits, values.temperature, values.seeds, positions, filters=cuts)
 
     def sample(
         self,
@@ -221,10 +217,10 @@ class Sampler:
             context = Context(slots, values, positions, tokens)
             for transform, rows in plan.uses:
                 transform.apply(logits, rows, context)
-        chosen, bad, bounds = self.choose(logits, values, positions, plan.filters)
+        chosen, bad = self.choose(logits, values, positions, filters=plan.filters)
         if not plan.asked:
             return Sampled(chosen, bad)
-        return Sampled(chosen, bad, self._report(plan, raw, logits, values, bounds, chosen))
+        return Sampled(chosen, bad, self._report(plan, raw, logits, values, chosen))
 
     def prompt_logprobs(
         self, logits: Tensor, targets: Tensor, count: int, ids: Sequence[Sequence[int]] = ()
@@ -259,20 +255,20 @@ class Sampler:
     def _filters(self, params: RowParams) -> bool:
         return params.top_p < 1 or params.min_p > 0 or 0 < params.top_k < self.vocab_size
 
-    def _report(
-        self, plan: _Plan, raw: Tensor, logits: Tensor, values: RowValues, bounds: tuple[Tensor, ...], chosen: Tensor
-    ) -> TokenReports:
+    def _report(self, plan: _Plan, raw: Tensor, logits: Tensor, values: RowValues, chosen: Tensor) -> TokenReports:
         rows: tuple[int, ...] | None = plan.asked
         if len(rows) < len(chosen):
             chosen = chosen[upload(rows, chosen.device)]
-        source = _processed(logits, values.temperature, bounds) if self._processed else raw
+        source = _processed(logits, values, plan.filters) if self._processed else raw
         return report(source, chosen, plan.counts, rows, normalised=self._normalised, named=plan.named)
 
 
-def _processed(logits: Tensor, temperature: Tensor, bounds: tuple[Tensor, ...]) -> Tensor:
+def _processed(logits: Tensor, values: RowValues, filters: bool) -> Tensor:
     """[L, V] float32: logits over temperature, -inf for what the filters drop; greedy rows keep their logits."""
+    temperature = values.temperature
     out = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    if bounds:
+    if filters:
+        bounds = threshold(logits, temperature, values.top_k, values.top_p, values.min_p)
         smallest, last_tie = (part[:, None] for part in bounds)
         ids = torch.arange(logits.shape[1], device=logits.device)
         out.masked_fill_((logits < smallest) | ((logits == smallest) & (ids > last_tie)), float("-inf"))
