@@ -6,7 +6,9 @@
 Weights are random numbers of the right shapes, prompts random ids (seed 0), end tokens ignored, greedy unless a row
 says otherwise, prefix caching off. Each row is run once to warm up, then `--runs` times; the median counts. A row of
 milliseconds is the decode pace of the sequence that started last, when all run together: (its last token's time - its
-first token's) / (its tokens - 1). A row of tokens a second is everything from the first submission to the last token.
+first token's) / (its tokens - 1). A row of tokens a second is everything from the first submission to the last token,
+read as LLM.generate reads: each answer once, when it is complete. Ids are not turned into text, because these models
+have no tokenizer.
 
 Floors are bytes over 4.3 TB/s or operations over 790 TFLOP/s; peer figures are of vLLM 0.25.1 on the same kind of
 machine (H200) in the same work. Written as {"rows": {"W1a": {"value", "unit", "floor_pct", "peer_ratio", "runs"}}}.
@@ -92,28 +94,33 @@ def work(row: Row) -> list[tuple[list[int], int]]:
 async def once(engine, row: Row) -> dict:
     """Run the row's requests together; times of every token."""
     from tinyserve import SamplingParams
+    from tinyserve.request import RequestOutputKind
+
+    kind = RequestOutputKind.DELTA if row.unit == "ms/token" else RequestOutputKind.FINAL_ONLY
 
     async def one(prompt, count):
-        sampling = SamplingParams(temperature=row.temperature, seed=1, max_tokens=count, ignore_eos=True)
-        times = []
+        sampling = SamplingParams(
+            temperature=row.temperature, seed=1, max_tokens=count, ignore_eos=True, detokenize=False, output_kind=kind
+        )
+        tokens = 0
         async for output in engine.generate(prompt, sampling):
-            times += [time.perf_counter()] * len(output.token_ids)
-        return times
+            tokens += len(output.token_ids)
+        return tokens, output.metrics
 
     jobs = work(row)
-    began = time.perf_counter()
-    all_times = await asyncio.gather(*(one(*job) for job in jobs))
+    began, before = time.perf_counter(), time.monotonic()
+    ended = await asyncio.gather(*(one(*job) for job in jobs))
     seconds = time.perf_counter() - began
-    last = max(all_times, key=lambda times: times[0])
-    tokens, prompts = sum(map(len, all_times)), sum(len(prompt) for prompt, _ in jobs)
-    pace = (last[-1] - last[0]) / max(len(last) - 1, 1) * 1000
-    firsts = sorted(times[0] - began for times in all_times)
-    found = {"ms/token": pace, "tok/s": tokens / seconds, "prompt tok/s": prompts / seconds}
+    times = sorted((timing.first_token_ts, timing.last_token_ts, tokens) for tokens, timing in ended)
+    prompts = sum(len(prompt) for prompt, _ in jobs)
+    first, last, tokens = times[-1]
+    pace = (last - first) / max(tokens - 1, 1) * 1000
+    found = {"ms/token": pace, "tok/s": sum(t for *_, t in times) / seconds, "prompt tok/s": prompts / seconds}
     return {
         "value": found[row.unit],
-        "ttft_ms": firsts[len(firsts) // 2] * 1000,
+        "ttft_ms": (times[len(times) // 2][0] - before) * 1000,
         "seconds": seconds,
-        "prefill_tok_s": prompts / (last[0] - began),
+        "prefill_tok_s": prompts / (first - before),
     }
 
 

@@ -10,6 +10,8 @@ Before: runner.py.  After: engine/assemble.py.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 
 from attrs import evolve
@@ -20,6 +22,7 @@ from .batch import Shape
 from .graphs import decode_sizes
 from .runner import Runner
 
+_log = logging.getLogger(__name__)
 GREEDY = RowParams(temperature=0.0)
 EDITED = RowParams(
     temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
@@ -56,13 +59,18 @@ def graph_bytes(runner: Runner) -> int:
 
 def compile_kernels(runner: Runner, threads: int) -> int:
     """Compile what the steps below need, all at once; returns how many variants of kernels there were."""
+    began = time.perf_counter()
     with noting() as variants:
         rehearse(runner)
         _all_kinds(runner)
         for shape in runner.graphs.shapes() or [Shape(size, size, size) for size in _batches(runner)]:
             runner.try_shape(shape)
     runner.batches.follow()
-    return compile_together(variants, threads)
+    noted = time.perf_counter()
+    count = compile_together(variants, threads)
+    seconds = noted - began, time.perf_counter() - noted
+    _log.info("kernels: %d variants named in %.1f s, compiled or read from the cache in %.1f s", count, *seconds)
+    return count
 
 
 def _batches(runner: Runner) -> list[int]:
@@ -71,8 +79,14 @@ def _batches(runner: Runner) -> list[int]:
 
 
 def warm_up(runner: Runner) -> None:
-    """Load every kernel that a step may need, and record the graphs that a start waits for."""
-    _all_kinds(runner)
+    """Run what libraries load when it is first used, and record the graphs that a start waits for."""
+    few = min(runner.limits.max_seqs, 16)
+    for counts, params in (
+        ([max(1, min(runner.limits.max_tokens, runner.limits.max_model_len - 2))], GREEDY),
+        ([2] * few, EDITED),
+        ([2] * min(few, 3), REPORTED[-1]),
+    ):
+        _steps(runner, counts, params, decodes=1)
     while (shape := runner.graphs.next(early=True)) is not None:
         runner.record(shape)
     runner.device.synchronize()
