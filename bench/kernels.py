@@ -1,7 +1,7 @@
 """How fast the kernels are on this GPU: time, rate, and share of what the device can do at most.
 
     python bench/kernels.py attention             measure, print a table, write results/kernels-<part>-<device>.json
-    python bench/kernels.py attention --tune      try block sizes as well, and print the best ones of every case
+    python bench/kernels.py attention --tune 4k   try block sizes as well where the expression is found, print the best
 
 Each case is recorded into a graph and replayed, because that is how a step runs it; input sets take turns so that the
 cache of the device does not hold what is read. A figure is the median of replays. Random data: zeros are faster.
@@ -19,6 +19,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -35,23 +36,30 @@ sys.path.insert(0, str(ROOT))
 PARTS = {"attention": "kernels_attention"}
 
 
-def compile_share(part, number: int, processes: int, tune: bool) -> None:
+def wanted(expression: str, case: Case) -> bool:
+    """Whether the regular expression is found in the case's name."""
+    return re.search(expression, f"{case.kernel} {case.shape}") is not None
+
+
+def compile_share(part, number: int, processes: int, only: str, tune: str | None) -> None:
     """Compile every `processes`-th kernel variant into Triton's cache, without a GPU."""
     from tests.kernels.harness import compile_only
 
     with compile_only("sm_90"):
         turn = 0
         for case in part.cases():
-            for use in [{}, *(part.variants(case) if tune else ())]:
+            if not wanted(only, case):
+                continue
+            for use in [{}, *(part.variants(case) if tune and wanted(tune, case) else ())]:
                 turn += 1
                 if turn % processes == number:
                     with contextlib.suppress(Exception), part.using(use):
                         case.calls[0]()
 
 
-def compile_ahead(name: str, tune: bool) -> None:
+def compile_ahead(name: str, only: str, tune: str | None) -> None:
     processes = max(1, min(14, len(os.sched_getaffinity(0)) - 2))
-    command = [sys.executable, __file__, name, *(["--tune"] if tune else []), "--compile"]
+    command = [sys.executable, __file__, name, "--only", only, *(["--tune", tune] if tune else []), "--compile"]
     running = [subprocess.Popen([*command, f"{number}/{processes}"]) for number in range(processes)]
     for one in running:
         one.wait()
@@ -81,28 +89,28 @@ def line(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--only", default="", help="cases whose kernel and shape contain this")
+    parser.add_argument("--tune", default=None, help="a regular expression: cases to try block sizes for")
+    parser.add_argument("--only", default="", help="a regular expression: cases to measure")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     part = importlib.import_module(PARTS[arguments.part])
     if arguments.compile:
         number, processes = map(int, arguments.compile.split("/"))
-        return compile_share(part, number, processes, arguments.tune)
+        return compile_share(part, number, processes, arguments.only, arguments.tune)
 
     started = time.monotonic()
-    compile_ahead(arguments.part, arguments.tune)
+    compile_ahead(arguments.part, arguments.only, arguments.tune)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     torch.set_default_device("cuda")
     torch.manual_seed(0)
     rows, tuned = [], []
     for case in part.cases():
-        if arguments.only not in f"{case.kernel} {case.shape}":
+        if not wanted(arguments.only, case):
             continue
         rows.append(measure(case))
         print(line(rows[-1]), flush=True)
-        if arguments.tune:
+        if arguments.tune and wanted(arguments.tune, case):
             tried = tune(part, case)
             tuned.append({"kernel": case.kernel, "shape": case.shape, "tried": tried})
             for us, use in tried[:3]:
