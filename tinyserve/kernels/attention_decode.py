@@ -204,8 +204,8 @@ def score(q, k, place, position, slope, scale, cap, SOFTCAP: tl.constexpr, ALIBI
 
 
 @triton.jit
-def soften(scores, peak, total, scale, PLAIN: tl.constexpr):
-    """The weights of scores [M, TILE], what the weights before them shrink by, and the new peak and total [M].
+def accumulate(scores, v, acc, peak, total, scale, PLAIN: tl.constexpr):
+    """One step of the online softmax: scores [M, TILE] and values [TILE, D] join (acc [M, D], peak [M], total [M]).
 
     PLAIN scores have still to be multiplied by `scale`, which then costs nothing: it joins the subtraction.
     """
@@ -216,14 +216,8 @@ def soften(scores, peak, total, scale, PLAIN: tl.constexpr):
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weight = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(peak - higher)
-    return weight, shrink, higher, total * shrink + tl.sum(weight, axis=1)
-
-
-@triton.jit
-def accumulate(scores, v, acc, peak, total, scale, PLAIN: tl.constexpr):
-    """One step of the online softmax: scores [M, TILE] and values [TILE, D] join (acc [M, D], peak [M], total [M])."""
-    weight, shrink, peak, total = soften(scores, peak, total, scale, PLAIN)
-    return tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee"), peak, total
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, higher, total * shrink + tl.sum(weight, axis=1)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ One program = (query tile, kv head): BLOCK_M rows, which are BLOCK_M / G neighbo
 the kv head, so that every key tile serves G heads. Tiles of all sequences are numbered in one row; a program finds its
 sequence by counting those that begin at or before it. The tiles with the most keys start first. Keys are visited in
 three stretches: the left edge of a window and the diagonal need masks; all between, nearly everything in a long prompt,
-does without, and there a page comes through a TMA descriptor where the device has the unit (+15 to 20 % on an H200)
-and the softmax of a tile overlaps with the product of the tile before with its values.
+does without. A page comes through a TMA descriptor where the device has the unit (+15 to 20 % on an H200). To start a
+tile's product with its values only beside the softmax of the next tile was tried there: it takes the shared memory of a
+second program on the processor, and lost 12 %.
 2·Σ query_len·seq_len·Hq·D multiply-adds less the causal half; see `attention_decode.py` for softmax and features.
 
 Sources: Dao, arXiv:2307.08691 (FlashAttention-2); Kwon et al., arXiv:2309.06180 (pages).
@@ -34,7 +35,6 @@ from .attention_decode import (
     load_keys,
     pages_of,
     score,
-    soften,
 )
 from .launch import cdiv, check_attention, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
@@ -169,38 +169,6 @@ def _attend(
     return acc, peak, total
 
 
-@triton.jit
-def _attend_overlapped(
-    q, acc, peak, total, position, slope, begin, stop, end, table_ptr, k_tiles, v_tiles, kv_head, kv_heads, scale, cap,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """`_attend` without masks where matrix instructions run by themselves: the weights of a tile are computed while the
-    tile before is multiplied with its values.
-
-    For that the weights are carried in float32 (in two bytes they would go through shared memory), and each of the two
-    page numbers is loaded on its own (a number that is handed from iteration to iteration ends the pipeline).
-    """
-    if begin < stop:
-        pages = pages_of(table_ptr, begin, end, PAGE, TILE)
-        pages_ahead = pages_of(table_ptr, begin + TILE, end, PAGE, TILE)
-        k = k_tiles.load([(pages * kv_heads + kv_head) * PAGE + begin % PAGE, 0])
-        scores = score(q, k, begin + tl.arange(0, TILE), position, slope, scale, cap, SOFTCAP, ALIBI)
-        weight, shrink, peak, total = soften(scores, peak, total, scale, not (SOFTCAP or ALIBI))
-        for key in tl.range(begin + TILE, stop, TILE, num_stages=STAGES):
-            pages_next = pages_of(table_ptr, key, end, PAGE, TILE)
-            pages_further = pages_of(table_ptr, key + TILE, end, PAGE, TILE)
-            k = k_tiles.load([(pages_ahead * kv_heads + kv_head) * PAGE + key % PAGE, 0])
-            v = v_tiles.load([(pages * kv_heads + kv_head) * PAGE + (key - TILE) % PAGE, 0])
-            scores = score(q, k, key + tl.arange(0, TILE), position, slope, scale, cap, SOFTCAP, ALIBI)
-            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
-            weight, shrink, peak, total = soften(scores, peak, total, scale, not (SOFTCAP or ALIBI))
-            pages = pages_next
-            pages_ahead = pages_further
-        v = v_tiles.load([(pages * kv_heads + kv_head) * PAGE + (stop - TILE) % PAGE, 0])
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
-    return acc, peak, total
-
-
 # What changes from step to step must not make a new variant: counts, and slices that begin anywhere in a buffer.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs", "num_tiles", "table_stride"],
@@ -244,7 +212,6 @@ def _attention_prefill_kernel(
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,  # of the masked tiles
-    OVERLAP: tl.constexpr,  # only with TMA
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -302,17 +269,11 @@ def _attention_prefill_kernel(
             EDGE_STAGES,
         )  # fmt: skip
     clear = tl.maximum(clear, begin)
-    if OVERLAP:
-        acc, peak, total = _attend_overlapped(
-            q, acc, peak, total, position, slope, begin, clear, end, tables_ptr, k_tiles, v_tiles, kv_head, kv_heads,
-            scale, cap, PAGE, SOFTCAP, ALIBI, TILE, STAGES,
-        )  # fmt: skip
-    else:
-        acc, peak, total = _attend(
-            q, acc, peak, total, position, slope, begin, clear, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
-            kv_head, kv_heads, block_stride, scale, cap, False, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
-            STAGES,
-        )  # fmt: skip
+    acc, peak, total = _attend(
+        q, acc, peak, total, position, slope, begin, clear, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+        kv_head, kv_heads, block_stride, scale, cap, False, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+        STAGES,
+    )  # fmt: skip
     acc, peak, total = _attend(
         q, acc, peak, total, position, slope, clear, end, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
         kv_head, kv_heads, block_stride, scale, cap, True, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
@@ -467,7 +428,6 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
         "TMA": tma and tile <= page,
         "STAGES": stages,
         "EDGE_STAGES": min(stages, 2) if hopper else stages,
-        "OVERLAP": tma and tile <= page,
         "num_warps": 8 if crowded else 4,
     }
     return choose(
@@ -486,7 +446,7 @@ def _sizes(device: launch.DeviceFacts, item_size: int, block_d: int, tma: bool) 
     elif device.backend == "hip":
         first = ((64, 32, 2),) if block_d <= 128 else ()
     elif tma:
-        first = ((64, 64, 2), (64, 32, 2))  # measured: two programs a processor beat larger tiles
+        first = ((64, 64, 3), (64, 64, 2), (64, 32, 2))  # measured: two programs a processor beat larger tiles
     else:
         first = ((128, 64, 3), (128, 64, 2)) if block_d <= 128 else ()
         first += ((64, 64, 3), (64, 64, 2), (64, 32, 2))
