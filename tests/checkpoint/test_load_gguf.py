@@ -1,6 +1,8 @@
 """GGUF files written by the `gguf` package from tiny checkpoints: the same model as from safetensors."""
 
+import json
 import math
+import re
 from functools import partial
 
 import gguf
@@ -13,8 +15,11 @@ from tests.models.batching import Paged
 from tinyserve.checkpoint.dequantize import decode
 from tinyserve.checkpoint.gguf import GGUFFile
 from tinyserve.checkpoint.gguf_names import stored_tensors
+from tinyserve.checkpoint.safetensors import open_safetensors
 from tinyserve.checkpoint.source import resolve
+from tinyserve.checkpoint.stacked import unstack
 from tinyserve.errors import CheckpointError
+from tinyserve.models import registry
 from tinyserve.models.registry import load_model
 
 ARCHITECTURES = {
@@ -34,8 +39,12 @@ ARCHITECTURES = {
     "cohere2": gguf.MODEL_ARCH.COHERE2,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "arcee": gguf.MODEL_ARCH.ARCEE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
 }
-PAIRED = ("llama", "granite", "smollm3", "arcee")
+PAIRED = ("llama", "mixtral", "granite", "smollm3", "arcee")
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
@@ -62,6 +71,17 @@ def write_own(writer, family, config):
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if family == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if family in ("mixtral", "qwen3moe", "olmoe", "gpt-oss"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if family == "qwen3moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if family == "gpt-oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     if family == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -78,6 +98,20 @@ def write_own(writer, family, config):
         for length in ("long", "short"):
             factors = torch.tensor(config.rope_parameters[f"{length}_factor"])
             writer.add_tensor(f"rope_factors_{length}.weight", factors.numpy())
+
+
+def stacked(folder):
+    """The checkpoint's tensors; those of all experts of a layer as one, under the name without numbers."""
+    made = registry.family(json.loads((folder / "config.json").read_text())["architectures"][0])
+    tensors = unstack(open_safetensors(folder), getattr(made, "STACKS", {}))
+    found, experts = {}, {}
+    for name, stored in tensors.items():
+        number = re.search(r"\.experts\.(\d+)\.", name)
+        if number is None:
+            found[name if not name.endswith("sinks") else f"{name}.weight"] = stored.read(torch.float32)
+        else:
+            experts.setdefault(name.replace(number[0], ".experts."), {})[int(number[1])] = stored.read(torch.float32)
+    return found | {name: torch.stack([rows[e] for e in sorted(rows)]) for name, rows in experts.items()}
 
 
 def write(path, family, folder, config, *, quantized=False, extra=()):
@@ -104,7 +138,7 @@ def write(path, family, folder, config, *, quantized=False, extra=()):
         )
     write_own(writer, family, config)
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
-    for name, tensor in {**load_file(folder / "model.safetensors"), **dict(extra)}.items():
+    for name, tensor in {**stacked(folder), **dict(extra)}.items():
         numbers = converted(name, tensor, family, config).numpy()
         short = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         if quantized and tensor.dim() == 2:
@@ -146,6 +180,16 @@ def config_of(family):
         ),
         "starcoder2": partial(oracles.make, "Starcoder2"),
         "arcee": partial(oracles.make, "Arcee"),
+        "mixtral": partial(oracles.make, "Mixtral", num_local_experts=4, num_experts_per_tok=2),
+        "qwen3moe": partial(
+            oracles.make, "Qwen3Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16,
+            norm_topk_prob=True,
+        ),
+        "olmoe": partial(oracles.make, "Olmoe", num_experts=4, num_experts_per_tok=2),
+        "gpt-oss": partial(
+            oracles.make, "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6,
+            num_hidden_layers=4, **oracles.rope("yarn", original_max_position_embeddings=32, truncate=False),
+        ),
     }  # fmt: skip
     return own[family](**sizes)
 

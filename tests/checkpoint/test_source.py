@@ -250,7 +250,7 @@ def test_llama3_rope_factors_become_its_scaling(tmp_path):
     ("architecture", "facts", "reason"),
     [
         ("mamba", {}, "architecture 'mamba'"),
-        ("llama", {"expert_count": 8}, "expert_count"),
+        ("qwen2", {"expert_count": 8}, "expert_count"),
         ("llama", {"rope.dimension_count": 2}, "rotation of 2 of 4"),
         ("qwen3", {"attention.key_length": 8, "attention.value_length": 4}, "different lengths"),
     ],

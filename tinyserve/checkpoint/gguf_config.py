@@ -22,6 +22,9 @@ ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "olmoe": ("olmoe", "OlmoeForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "gemma": ("gemma", "GemmaForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
@@ -53,6 +56,7 @@ MUST_BE_OFF = {
     "attention.scale": 0.0,
 }
 READ = {
+    **dict.fromkeys(("llama", "qwen3moe", "olmoe", "gpt-oss"), ("expert_count",)),
     "granite": ("logit_scale", "residual_scale", "embedding_scale", "attention.scale"),
     "command-r": ("logit_scale",),
     "cohere2": ("logit_scale",),
@@ -298,8 +302,39 @@ def _starcoder2(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_act": "gelu_pytorch_tanh", "use_bias": bias, "attention_bias": None, "mlp_bias": None}
 
 
+def _experts(facts: _Facts) -> dict[str, Any]:
+    return {"num_experts": facts.size("expert_count"), "num_experts_per_tok": facts.size("expert_used_count")}
+
+
+def _llama(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    if not facts.get("expert_count", 0):
+        return {}
+    experts = _experts(facts)  # a file of Mixtral calls itself llama, too
+    own = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "mlp_bias": None, "attention_bias": None}
+    return own | {"num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"]}
+
+
+def _qwen3moe(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    inner = facts.size("expert_feed_forward_length")
+    return _experts(facts) | {"moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
+def _gpt_oss(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+    scaling = config["rope_scaling"]
+    return _experts(facts) | {
+        "intermediate_size": facts.size("expert_feed_forward_length", config["intermediate_size"]),
+        "sliding_window": facts.size("attention.sliding_window"),
+        "rope_scaling": scaling and {**scaling, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        "mlp_bias": None,
+    }
+
+
 # What an architecture says beyond the common metadata, and how it differs from "silu" without windows.
 OWN = {
+    "llama": _llama,
+    "qwen3moe": _qwen3moe,
+    "olmoe": lambda facts, config: _experts(facts) | {"norm_topk_prob": False},
+    "gpt-oss": _gpt_oss,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

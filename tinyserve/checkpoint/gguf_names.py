@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from .dequantize import PLAIN, decode
 from .gguf import GGUFFile, GGUFTensor
 
-# GGUF module -> module of a Hugging Face checkpoint; {} is the layer.
+# GGUF module -> module of a Hugging Face checkpoint; {} is the layer, # an expert of a tensor that holds all of them.
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -35,6 +35,10 @@ NAMES = {
     "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+    "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate",
+    "blk.{}.ffn_gate_exps": "model.layers.{}.mlp.experts.#.gate_proj",
+    "blk.{}.ffn_up_exps": "model.layers.{}.mlp.experts.#.up_proj",
+    "blk.{}.ffn_down_exps": "model.layers.{}.mlp.experts.#.down_proj",
 }
 _LAYER = "model.layers.{}."
 _GEMMA = {
@@ -44,6 +48,17 @@ _GEMMA = {
 }
 # Where an architecture uses a name for something else.
 OWN_NAMES = {
+    "llama": {  # Mixtral
+        "blk.{}.ffn_gate_inp": _LAYER + "block_sparse_moe.gate",
+        "blk.{}.ffn_gate_exps": _LAYER + "block_sparse_moe.experts.#.w1",
+        "blk.{}.ffn_up_exps": _LAYER + "block_sparse_moe.experts.#.w3",
+        "blk.{}.ffn_down_exps": _LAYER + "block_sparse_moe.experts.#.w2",
+    },
+    "gpt-oss": {
+        "blk.{}.post_attention_norm": _LAYER + "post_attention_layernorm",
+        "blk.{}.ffn_gate_inp": _LAYER + "mlp.router",
+        "blk.{}.attn_sinks": _LAYER + "self_attn.sinks",
+    },
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "olmo2": {
@@ -59,6 +74,7 @@ OWN_NAMES = {
         "blk.{}.ffn_down": _LAYER + "mlp.c_proj",
     },
 }
+BARE = {"blk.{}.attn_sinks"}  # the Hugging Face name of the only tensor, without ".weight"
 PAIRED_ROTARY = {"llama", "granite", "smollm3", "arcee"}  # q and k rows are stored for a rotation of neighbouring pairs
 NORM_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 # Read with the metadata (gguf_config.py).
@@ -140,7 +156,13 @@ def stored_tensors(file: GGUFFile, num_heads: int, num_kv_heads: int) -> dict[st
             )
         order = unpaired(tensor.shape[0], heads) if heads and architecture in PAIRED_ROTARY else None
         minus = 1.0 if module.endswith("norm") and architecture in NORM_PLUS_ONE else 0.0
-        found[f"{names[pattern].format(number)}.{kind}"] = GGUFStored(tensor, order, minus)
+        name = names[pattern].format(number) + ("" if pattern in BARE else f".{kind}")
+        if "#" not in name:
+            found[name] = GGUFStored(tensor, order, minus)
+            continue
+        for expert in range(tensor.shape[0]):
+            one = GGUFTensor(tensor.name, tensor.shape[1:], tensor.type, tensor.data[expert])
+            found[name.replace("#", str(expert))] = GGUFStored(one)
     if unknown:
         raise CheckpointError(f"{file.path}: tensors unknown for {architecture}: {', '.join(sorted(unknown)[:8])}.")
     return found
