@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import oracles
+from tests import moe_configs, oracles
 from tests.models.batching import Paged
 from tinyserve.checkpoint.dequantize import decode
 from tinyserve.checkpoint.gguf import GGUFFile
@@ -43,6 +43,8 @@ ARCHITECTURES = {
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
+    "deepseek-v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek-v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }
 PAIRED = ("llama", "mixtral", "granite", "smollm3", "arcee")
 Q8 = gguf.GGMLQuantizationType.Q8_0
@@ -76,6 +78,8 @@ def write_own(writer, family, config):
         writer.add_expert_used_count(config.num_experts_per_tok)
     if family == "qwen3moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if family.startswith("deepseek"):
+        write_deepseek(writer, config)
     if family == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
         writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -108,10 +112,49 @@ def stacked(folder):
     for name, stored in tensors.items():
         number = re.search(r"\.experts\.(\d+)\.", name)
         if number is None:
-            found[name if not name.endswith("sinks") else f"{name}.weight"] = stored.read(torch.float32)
+            named = f"{name}.weight" if name.endswith("sinks") else name.replace("correction_bias", "correction.bias")
+            found[named] = stored.read(torch.float32)
         else:
             experts.setdefault(name.replace(number[0], ".experts."), {})[int(number[1])] = stored.read(torch.float32)
     return found | {name: torch.stack([rows[e] for e in sorted(rows)]) for name, rows in experts.items()}
+
+
+def write_deepseek(writer, config):
+    """Of the newer kind: attention as if of one key head."""
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def split_heads(tensors, config):
+    """DeepSeek's kv_b_proj as two tensors, the first transposed."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            found[name] = tensor
+            continue
+        by_head = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
+        keys, values = by_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        found[name.replace("kv_b_proj", "k_b_proj")] = keys.transpose(1, 2).contiguous()
+        found[name.replace("kv_b_proj", "v_b_proj")] = values.contiguous()
+    return found
 
 
 def write(path, family, folder, config, *, quantized=False, extra=()):
@@ -138,7 +181,10 @@ def write(path, family, folder, config, *, quantized=False, extra=()):
         )
     write_own(writer, family, config)
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
-    for name, tensor in {**stacked(folder), **dict(extra)}.items():
+    tensors = stacked(folder)
+    if family == "deepseek-v3":  # and v2 as older converters wrote it
+        tensors = split_heads(tensors, config)
+    for name, tensor in {**tensors, **dict(extra)}.items():
         numbers = converted(name, tensor, family, config).numpy()
         short = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         if quantized and tensor.dim() == 2:
@@ -186,6 +232,16 @@ def config_of(family):
             norm_topk_prob=True,
         ),
         "olmoe": partial(oracles.make, "Olmoe", num_experts=4, num_experts_per_tok=2),
+        "deepseek-v2": partial(
+            oracles.make, "DeepseekV2", **moe_configs.LATENT, q_lora_rank=None, n_routed_experts=4, n_shared_experts=2,
+            num_experts_per_tok=2, first_k_dense_replace=1, moe_intermediate_size=32, topk_method="greedy",
+        ),
+        "deepseek-v3": partial(
+            oracles.make, "DeepseekV3", **moe_configs.LATENT, q_lora_rank=32, n_routed_experts=8, n_group=4,
+            topk_group=2, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1, moe_intermediate_size=32,
+            routed_scaling_factor=2.5,
+            **oracles.rope("yarn", original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.7),
+        ),
         "gpt-oss": partial(
             oracles.make, "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6,
             num_hidden_layers=4, **oracles.rope("yarn", original_max_position_embeddings=32, truncate=False),

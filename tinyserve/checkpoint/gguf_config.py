@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import CheckpointError, UnsupportedModel
 from .gguf import GGUFFile
+from .gguf_families import OWN
 
 # GGUF architecture -> (model_type, class name) of config.json.
 ARCHITECTURES = {
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
+    "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
     "gemma": ("gemma", "GemmaForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
@@ -56,19 +58,15 @@ MUST_BE_OFF = {
     "attention.scale": 0.0,
 }
 READ = {
-    **dict.fromkeys(("llama", "qwen3moe", "olmoe", "gpt-oss"), ("expert_count",)),
+    **dict.fromkeys(("llama", "qwen3moe", "olmoe", "gpt-oss", "deepseek2"), ("expert_count",)),
     "granite": ("logit_scale", "residual_scale", "embedding_scale", "attention.scale"),
     "command-r": ("logit_scale",),
     "cohere2": ("logit_scale",),
 }
 PARTIAL = ("phi3",)  # rotation of a part of each head
+LATENT = ("deepseek2",)  # heads of several parts, of which OWN tells the sizes
 # Llama 3.1 and later stretch long wavelengths by these fixed numbers; the file holds only the resulting factors.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
-GEMMA3_FULL_EVERY = 6
-GEMMA3_LOCAL_THETA = 10000.0
-GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # the one size whose query scale is hidden/heads, not the head size
-OLMO3_FULL_EVERY = 4
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         raise UnsupportedModel(
             f"{file.path}: GGUF architecture {architecture!r}; known: {', '.join(sorted(ARCHITECTURES))}."
         )
-    facts = _Facts(file)
+    facts = Facts(file)
     for key, off in MUST_BE_OFF.items():
         value = off if key in READ.get(architecture, ()) else facts.get(key, off)
         if isinstance(value, np.ndarray) or value != off:
@@ -116,7 +114,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-class _Facts:
+class Facts:
     """The metadata of one architecture, read without its prefix."""
 
     def __init__(self, file: GGUFFile) -> None:
@@ -143,7 +141,9 @@ class _Facts:
         return value if value is None else float(value)
 
 
-def _head_dim(facts: _Facts, config: dict[str, Any]) -> int:
+def _head_dim(facts: Facts, config: dict[str, Any]) -> int:
+    if facts.prefix in LATENT:
+        return 0
     evenly = config["hidden_size"] // config["num_attention_heads"]
     dim = facts.size("attention.key_length", evenly)
     if facts.size("attention.value_length", dim) != dim:
@@ -160,7 +160,7 @@ def _vocab_size(file: GGUFFile) -> int:
     raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing.")
 
 
-def _rope_scaling(facts: _Facts) -> dict[str, Any] | None:
+def _rope_scaling(facts: Facts) -> dict[str, Any] | None:
     kind = facts.get("rope.scaling.type")
     factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0))
     if kind == "none" or (kind in (None, "linear") and factor in (0.0, 1.0)):
@@ -200,149 +200,8 @@ def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _epsilon(facts: _Facts) -> dict[str, float | None]:
+def _epsilon(facts: Facts) -> dict[str, float | None]:
     """The norms' epsilon under the key of the norm that the file names."""
     if (centred := facts.number("attention.layer_norm_epsilon", None)) is not None:
         return {"layer_norm_eps": centred}
     return {"rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon", 1e-6)}
-
-
-def _kinds(facts: _Facts, layers: int, every: int) -> list[str]:
-    """FULL or SLIDING for each layer: listed in the file as flags, or every so many layers is full."""
-    pattern = facts.get("attention.sliding_window_pattern", every)
-    if isinstance(pattern, np.ndarray):
-        if len(pattern) != layers:
-            raise CheckpointError(f"{facts.file.path}: sliding_window_pattern lists {len(pattern)} of {layers} layers.")
-        return [SLIDING if flag else FULL for flag in pattern.tolist()]
-    every = facts.size("attention.sliding_window_pattern", every)
-    return [FULL if number % every == every - 1 else SLIDING for number in range(layers)]
-
-
-def _gemma(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
-
-
-def _query_scalar(facts: _Facts, config: dict[str, Any]) -> int:
-    large = config["num_hidden_layers"] == GEMMA_27B_LAYERS[facts.prefix]
-    return config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
-
-
-def _gemma2(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    return _gemma(facts, config) | {
-        "sliding_window": facts.size("attention.sliding_window", 4096),
-        "query_pre_attn_scalar": _query_scalar(facts, config),
-        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    return _gemma(facts, config) | {
-        "sliding_window": facts.size("attention.sliding_window"),
-        "layer_types": _kinds(facts, config["num_hidden_layers"], GEMMA3_FULL_EVERY),
-        "rope_local_base_freq": facts.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA),
-        "query_pre_attn_scalar": _query_scalar(facts, config),
-        "attn_logit_softcapping": facts.number("attn_logit_softcapping", None),
-        "final_logit_softcapping": facts.number("final_logit_softcapping", None),
-    }
-
-
-def _phi3(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    window, dim = facts.get("attention.sliding_window", 0), config["head_dim"]
-    found = {
-        "sliding_window": facts.size("attention.sliding_window") if window else None,
-        "partial_rotary_factor": facts.size("rope.dimension_count", dim) / dim,
-    }
-    if "rope_factors_long.weight" not in facts.file.tensors:
-        return found
-    factors = {name: _numbers(facts.file, f"rope_factors_{name}.weight") for name in ("long", "short")}
-    found["original_max_position_embeddings"] = facts.size("rope.scaling.original_context_length")
-    found["rope_scaling"] = {"rope_type": "longrope", **{f"{name}_factor": list_ for name, list_ in factors.items()}}
-    if (amplitude := facts.number("rope.scaling.attn_factor", None)) is not None:
-        found["rope_scaling"]["attention_factor"] = amplitude
-    return found
-
-
-def _numbers(file: GGUFFile, name: str) -> list[float]:
-    tensor = file.tensors.get(name)
-    if tensor is None or tensor.type != "F32" or len(tensor.shape) != 1:
-        raise CheckpointError(f"{file.path}: {name} must be a row of F32 numbers.")
-    return tensor.data.view("<f4").tolist()
-
-
-def _granite(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "embedding_multiplier": facts.number("embedding_scale", 1.0),
-        "attention_multiplier": facts.number("attention.scale", config["head_dim"] ** -0.5),
-        "residual_multiplier": facts.number("residual_scale", 1.0),
-        "logits_scaling": facts.number("logit_scale", 1.0),
-    }
-
-
-def _olmo2(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    if facts.get("attention.sliding_window") is None:
-        return {}
-    return {  # a file of OLMo 3 calls itself olmo2, too
-        "model_type": "olmo3",
-        "architectures": ["Olmo3ForCausalLM"],
-        "sliding_window": facts.size("attention.sliding_window"),
-        "layer_types": _kinds(facts, config["num_hidden_layers"], OLMO3_FULL_EVERY),
-    }
-
-
-def _cohere(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    own = {"logit_scale": facts.number("logit_scale", 0.0625)}
-    if facts.prefix == "cohere2":
-        return own | {"sliding_window": facts.size("attention.sliding_window")}
-    return own | {"use_qk_norm": "blk.0.attn_q_norm.weight" in facts.file.tensors}
-
-
-def _starcoder2(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    bias = "blk.0.attn_q.bias" in facts.file.tensors
-    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": bias, "attention_bias": None, "mlp_bias": None}
-
-
-def _experts(facts: _Facts) -> dict[str, Any]:
-    return {"num_experts": facts.size("expert_count"), "num_experts_per_tok": facts.size("expert_used_count")}
-
-
-def _llama(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    if not facts.get("expert_count", 0):
-        return {}
-    experts = _experts(facts)  # a file of Mixtral calls itself llama, too
-    own = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "mlp_bias": None, "attention_bias": None}
-    return own | {"num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"]}
-
-
-def _qwen3moe(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    inner = facts.size("expert_feed_forward_length")
-    return _experts(facts) | {"moe_intermediate_size": inner, "norm_topk_prob": True}
-
-
-def _gpt_oss(facts: _Facts, config: dict[str, Any]) -> dict[str, Any]:
-    scaling = config["rope_scaling"]
-    return _experts(facts) | {
-        "intermediate_size": facts.size("expert_feed_forward_length", config["intermediate_size"]),
-        "sliding_window": facts.size("attention.sliding_window"),
-        "rope_scaling": scaling and {**scaling, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
-        "mlp_bias": None,
-    }
-
-
-# What an architecture says beyond the common metadata, and how it differs from "silu" without windows.
-OWN = {
-    "llama": _llama,
-    "qwen3moe": _qwen3moe,
-    "olmoe": lambda facts, config: _experts(facts) | {"norm_topk_prob": False},
-    "gpt-oss": _gpt_oss,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "granite": _granite,
-    "olmo2": _olmo2,
-    "command-r": _cohere,
-    "cohere2": _cohere,
-    "starcoder2": _starcoder2,
-    "arcee": lambda facts, config: {"hidden_act": "relu2"},
-}

@@ -54,6 +54,20 @@ OWN_NAMES = {
         "blk.{}.ffn_up_exps": _LAYER + "block_sparse_moe.experts.#.w3",
         "blk.{}.ffn_down_exps": _LAYER + "block_sparse_moe.experts.#.w2",
     },
+    "deepseek2": {
+        "blk.{}.attn_q_a": _LAYER + "self_attn.q_a_proj",
+        "blk.{}.attn_q_a_norm": _LAYER + "self_attn.q_a_layernorm",
+        "blk.{}.attn_q_b": _LAYER + "self_attn.q_b_proj",
+        "blk.{}.attn_kv_a_mqa": _LAYER + "self_attn.kv_a_proj_with_mqa",
+        "blk.{}.attn_kv_a_norm": _LAYER + "self_attn.kv_a_layernorm",
+        "blk.{}.attn_kv_b": _LAYER + "self_attn.kv_b_proj",
+        "blk.{}.attn_k_b": _LAYER + "self_attn.kv_b_proj",
+        "blk.{}.attn_v_b": _LAYER + "self_attn.kv_b_proj",
+        "blk.{}.ffn_gate_shexp": _LAYER + "mlp.shared_experts.gate_proj",
+        "blk.{}.ffn_up_shexp": _LAYER + "mlp.shared_experts.up_proj",
+        "blk.{}.ffn_down_shexp": _LAYER + "mlp.shared_experts.down_proj",
+        "blk.{}.exp_probs_b": _LAYER + "mlp.gate.e_score_correction_bias",
+    },
     "gpt-oss": {
         "blk.{}.post_attention_norm": _LAYER + "post_attention_layernorm",
         "blk.{}.ffn_gate_inp": _LAYER + "mlp.router",
@@ -74,7 +88,7 @@ OWN_NAMES = {
         "blk.{}.ffn_down": _LAYER + "mlp.c_proj",
     },
 }
-BARE = {"blk.{}.attn_sinks"}  # the Hugging Face name of the only tensor, without ".weight"
+BARE = {"blk.{}.attn_sinks", "blk.{}.exp_probs_b"}  # the Hugging Face name of the only tensor, without ".weight"
 PAIRED_ROTARY = {"llama", "granite", "smollm3", "arcee"}  # q and k rows are stored for a rotation of neighbouring pairs
 NORM_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 # Read with the metadata (gguf_config.py).
@@ -130,6 +144,39 @@ class GGUFStored:
         return rows if self.order is None else rows[self.order]
 
 
+@frozen(eq=False)
+class JoinedHeads:
+    """The matrix that makes keys and values from a latent, of its two halves (a `Stored` of quant/format.py).
+
+    Args: keys: [heads, C, N], transposed.  values: [heads, V, C].
+    """
+
+    keys: GGUFTensor
+    values: GGUFTensor
+    qtype: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, latent, size = self.keys.shape
+        return (heads * (size + self.values.shape[1]), latent)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.data.nbytes + self.values.data.nbytes
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers; see Stored."""
+        keys, values = (
+            decode(torch.from_numpy(half.data).flatten(0, 1), half.type, dtype).view(half.shape)
+            for half in (self.keys, self.values)
+        )
+        return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+
+    def blocks(self) -> Tensor:
+        """The halves have blocks in different directions. Raises: CheckpointError: always."""
+        raise CheckpointError(f"{self.keys.name}: joined with its other half, it has no blocks.")
+
+
 def stored_tensors(file: GGUFFile, num_heads: int, num_kv_heads: int) -> dict[str, GGUFStored]:
     """Return every tensor of the file under its Hugging Face name, none of them read yet.
 
@@ -157,6 +204,12 @@ def stored_tensors(file: GGUFFile, num_heads: int, num_kv_heads: int) -> dict[st
         order = unpaired(tensor.shape[0], heads) if heads and architecture in PAIRED_ROTARY else None
         minus = 1.0 if module.endswith("norm") and architecture in NORM_PLUS_ONE else 0.0
         name = names[pattern].format(number) + ("" if pattern in BARE else f".{kind}")
+        if pattern.endswith(("attn_k_b", "attn_v_b")):
+            keys, values = (file.tensors.get(f"blk.{number}.attn_{half}_b.weight") for half in "kv")
+            if keys is None or values is None:
+                raise CheckpointError(f"{file.path}: {tensor.name} stands without its other half.")
+            found[name] = JoinedHeads(keys, values)
+            continue
         if "#" not in name:
             found[name] = GGUFStored(tensor, order, minus)
             continue
