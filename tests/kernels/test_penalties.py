@@ -54,6 +54,19 @@ def test_penalties_are_counted_by_hand(device, dtype, vocab):
         assert torch.equal(actual[0], logits[0]), "a row without penalties changed"
 
 
+def test_counts_are_zeros_again(device):
+    """Breaks in the second step if one count is left behind by the first."""
+    logits = randn(6, 320, dtype=torch.float32, device=device, spread=3)
+    rows, counts = arguments(device, 320), torch.zeros(7, 320, dtype=torch.int32, device=device)
+    first, second = logits.clone(), logits.clone()
+
+    penalties(first, *rows, counts)
+    assert not counts.any()
+    penalties(second, *rows, counts)
+
+    assert torch.equal(first, second)
+
+
 def test_the_prompt_counts_for_repetition_only(device):
     """Breaks if a preempted request's output is taken for prompt: -0.5 and -1.0 would be missing."""
     logits = torch.zeros(1, 8, device=device) + 1

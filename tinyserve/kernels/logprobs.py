@@ -1,19 +1,15 @@
-"""Log-probabilities that are reported: of one given token per row, its rank, and the k most likely tokens.
+"""Log-probabilities that are reported: of one given token per row, and its rank.
 
     logprob = logit[target] - log(sum of exp(logit)),      rank = number of tokens with logit >= logit[target]
 
-`logprobs` reads the row once: one program per (row, tile) leaves the tile's maximum, its sum of exponentials and how
-many of its tokens stand above the target, and one program per row joins them. It serves the sampled token and the
-tokens of a prompt alike. All sums are float32, whatever the type of the logits.
-
-`top_tokens` gives the k largest logits, equals by id, so that a tie is reported the same way in any batch. Stage 1, one
-program per (row, tile), takes the tile's maximum k times; stage 2 does the same with the tiles' winners. A pair (logit,
-id) is one int64 that orders first by logit and then by falling id. From a logit, subtract log_z to get a logprob: the
-row is never normalised as a whole. Bytes: the logits once, and 8·k a tile.
+The row is read once: one program per (row, tile) leaves the tile's maximum, its sum of exponentials and how many of
+its tokens stand above the target, and one program per row joins them. It serves the sampled token and the tokens of a
+prompt alike. All sums are float32, whatever the type of the logits. The alternatives beside it come from
+`top_tokens.py`: from a logit, subtract log_z to get a logprob; the row is never normalised as a whole.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
 
-Before: `threshold.py` (the order of keys), `sample.py`.  After: `sampling/logprobs.py`.
+Before: `top_tokens.py`, `sample.py`.  After: `sampling/logprobs.py`.
 """
 
 import torch
@@ -21,13 +17,10 @@ import triton
 import triton.language as tl
 from attrs import frozen
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
-from .threshold import exp_, ordered_key
+from .launch import cdiv, check_rows, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .threshold import exp_
 
-MAX_K = 64  # more alternatives than this are sorted by torch; the kernel's time grows with k, a sort's does not
-WIDTHS = (1, 8, 32, MAX_K)  # k is rounded up to one of these where it sizes a block: four kernels, not one for each k
-TILE = 2048
-SCORE_TILE = 4096
+TILE = 4096
 
 
 @frozen
@@ -39,14 +32,6 @@ class TokenScores:
     log_z: torch.Tensor
 
 
-@frozen
-class TopTokens:
-    """The k largest logits of each row, best first: their logits [R, k] float32 and ids [R, k] int32."""
-
-    logits: torch.Tensor
-    ids: torch.Tensor
-
-
 def logprobs_reference(logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | None = None) -> TokenScores:
     """The specification of `logprobs`, with its arguments."""
     values = (logits if rows is None else logits[rows]).float()
@@ -55,24 +40,6 @@ def logprobs_reference(logits: torch.Tensor, targets: torch.Tensor, rows: torch.
     log_z = top[:, 0] + exp_(values - top).sum(dim=-1).log()
     rank = (values >= target).sum(dim=-1, dtype=torch.int32)
     return TokenScores(target[:, 0] - log_z, rank, log_z)
-
-
-def top_tokens_reference(logits: torch.Tensor, k: int, rows: torch.Tensor | None = None) -> TopTokens:
-    """The specification of `top_tokens`, with its arguments."""
-    values = (logits if rows is None else logits[rows]).float()
-    k = min(k, values.shape[1])
-    if k > MAX_K:
-        ranked, ids = values.sort(dim=-1, descending=True, stable=True)
-        return TopTokens(ranked[:, :k].contiguous(), ids[:, :k].int())
-    top = values.new_empty(len(values), k)
-    best = torch.empty(len(values), k, dtype=torch.int32, device=logits.device)
-    for i, row in enumerate(values if k else ()):
-        ids = (row >= row.topk(k).values[-1]).nonzero()[:, 0]  # k of them, or more when the last has equals
-        if len(ids) < k:  # NaN: nothing is larger
-            ids = torch.arange(len(row), device=logits.device)
-        ranked, order = row[ids].sort(descending=True, stable=True)
-        top[i], best[i] = ranked[:k], ids[order[:k]].int()
-    return TopTokens(top, best)
 
 
 @triton.jit
@@ -139,56 +106,6 @@ def _logprobs_kernel(
     tl.store(log_z_ptr + index, log_z)
 
 
-@triton.jit
-def _largest(pairs, out_ptr, K):
-    """Store the K largest of a block of different int64 numbers, largest first."""
-    for place in range(0, K):
-        best = tl.max(pairs, axis=0)
-        tl.store(out_ptr + place, best)
-        pairs = tl.where(pairs == best, -0x8000000000000000, pairs)
-
-
-@triton.jit(do_not_specialize=["K"])
-def _tile_top_kernel(
-    logits_ptr,  # [L, V]
-    rows_ptr,  # [R]; read if ROWS
-    pairs_ptr,  # [R, tiles, K] int64: ordered key of the logit << 32 | 2**31 - 1 - id; the smallest int64 for none
-    V,
-    K,  # not a constexpr: a request's number of alternatives must not compile a kernel
-    logits_stride,  # elements between rows
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start_next(PDL)
-    wait_inputs(PDL)
-    index = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    row = tl.load(rows_ptr + index).to(tl.int64) if ROWS else index
-    ids = tile * TILE + tl.arange(0, TILE)
-    logit = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=0.0).to(tl.float32)
-    pairs = (ordered_key(logit).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-    pairs = tl.where(ids < V, pairs, -0x8000000000000000)
-    _largest(pairs, pairs_ptr + (index * tl.num_programs(1) + tile) * K, K)
-
-
-@triton.jit(do_not_specialize=["K", "count"])
-def _merge_top_kernel(
-    pairs_ptr,  # [R, count] int64
-    out_ptr,  # [R, K] int64
-    count,
-    K,
-    BLOCK: tl.constexpr,  # a power of two, at least count
-    PDL: tl.constexpr,
-):
-    start_next(PDL)
-    wait_inputs(PDL)
-    index = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    pairs = tl.load(pairs_ptr + index * count + lane, mask=lane < count, other=-0x8000000000000000)
-    _largest(pairs, out_ptr + index * K, K)
-
-
 def logprobs(logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | None = None) -> TokenScores:
     """Log-probability and rank of one token per row.
 
@@ -214,7 +131,7 @@ def logprobs(logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | N
     if R:
         options = {"ROWS": rows is not None} | overlap(logits)
         given = (logits, targets, targets if rows is None else rows)
-        tile = min(next_power_of_2(V), SCORE_TILE)
+        tile = min(next_power_of_2(V), TILE)
         tiles = cdiv(V, tile)
         tops, sums = (logits.new_empty(R, tiles, dtype=torch.float32) for _ in range(2))
         ranks = logits.new_empty(R, tiles, dtype=torch.int32)
@@ -226,47 +143,3 @@ def logprobs(logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | N
             TILES=next_power_of_2(tiles), num_warps=1, **options,
         )  # fmt: skip
     return TokenScores(logprob, rank, log_z)
-
-
-def top_tokens(logits: torch.Tensor, k: int, rows: torch.Tensor | None = None) -> TopTokens:
-    """The k largest logits of each row.
-
-    Args:
-        logits: [L, V] fp32, fp16 or bf16; rows may lie apart.
-        k: at least 0; above V it is V, so the result may be narrower.
-        rows: [R] int, which rows; None for all.
-
-    Returns:
-        TopTokens, [R, min(k, V)]; among equal logits the lowest id comes first.
-    """
-    check_rows("top_tokens", logits)
-    R, V = (len(logits) if rows is None else len(rows)), logits.shape[1]
-    k = min(k, V)
-    if not use_kernel(logits) or k > MAX_K:
-        return top_tokens_reference(logits, k, rows)
-    if R == 0 or k == 0:
-        return TopTokens(logits.new_empty(R, k, dtype=torch.float32), logits.new_empty(R, k, dtype=torch.int32))
-    tile = min(next_power_of_2(V), TILE)
-    tiles, some = cdiv(V, tile), rows is not None
-    pairs = logits.new_empty(R, tiles * k, dtype=torch.int64)
-    best = logits.new_empty(R, k, dtype=torch.int64)
-    options = choose("top_tokens", logits, {"num_warps": 4}, rows=R, vocab=V, k=k)
-    _tile_top_kernel[(R, tiles)](
-        logits,
-        rows if some else logits,
-        pairs,
-        V,
-        k,
-        logits.stride(0),
-        ROWS=some,
-        TILE=tile,
-        **options,
-        **overlap(logits),
-    )
-    width = next((size for size in WIDTHS if k <= size), MAX_K)
-    _merge_top_kernel[(R,)](
-        pairs, best, tiles * k, k, BLOCK=next_power_of_2(tiles * width), **options, **overlap(logits)
-    )
-    key = (best >> 32).int()
-    value = torch.where(key < 0, key ^ 0x7FFFFFFF, key).view(torch.float32)  # the inverse of ordered_key
-    return TopTokens(value, (0x7FFFFFFF - (best & 0x7FFFFFFF)).int())

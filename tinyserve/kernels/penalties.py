@@ -3,13 +3,14 @@
     seen in prompt or output:   logit = logit / repetition   if logit > 0,   else logit * repetition
     seen `count` times in the output:   logit = logit - frequency * count - presence
 
-Nothing is kept between steps. The row of the token table and the length of its prompt say everything, so a preempted
-request that comes back with its output as known tokens is penalised exactly as before, and no [rows, V] table of counts
-(600 KB a row at V 151936) has to be kept, moved or repaired.
+Nothing of a request is kept between steps. The row of the token table and the length of its prompt say everything, so a
+preempted request that comes back with its output as known tokens is penalised exactly as before, and nothing has to be
+moved or repaired.
 
-One program does one (row, tile of the vocabulary): it reads the row's tokens in chunks, counts with a histogram those
-that lie in its tile, and touches only logits whose token was seen. A row of n tokens costs 4·n bytes a tile, from
-cache; a row without penalties costs programs that end at once.
+Stage 1 counts: each token of the row adds one to its place in `counts`, or sets a bit there if it stands in the prompt.
+Stage 2 goes over the tokens again, and whoever takes a count away (and leaves zero) penalises that token, so each does
+once, and `counts` is clean for the next step. A row of n tokens costs 2·n atomic operations, whatever the vocabulary; a
+row without penalties costs a few programs that end at once.
 
 Source: Keskar et al., "CTRL", arXiv:1909.05858, section 4.1 (repetition); the OpenAI API reference (the other two).
 
@@ -20,7 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .launch import check_rows, choose, overlap, start_next, use_kernel, wait_inputs
+
+PROGRAMS = 8  # for a row
 
 
 def penalties_reference(
@@ -32,6 +35,7 @@ def penalties_reference(
     repetition: torch.Tensor,
     frequency: torch.Tensor,
     presence: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """The specification of `penalties`, with its arguments."""
     asks = (repetition != 1) | (frequency != 0) | (presence != 0)
@@ -49,7 +53,7 @@ def penalties_reference(
 
 @triton.jit
 def _penalties_kernel(
-    logits_ptr,  # [L, V]; changed
+    logits_ptr,  # [L, V]; changed if APPLY
     tokens_ptr,  # [slots, max_len] int32
     slots_ptr,  # [L]
     prompt_len_ptr,  # [L] int32
@@ -57,17 +61,18 @@ def _penalties_kernel(
     repetition_ptr,  # [L] float32
     frequency_ptr,  # [L] float32
     presence_ptr,  # [L] float32
+    counts_ptr,  # [L, V] int32: how often in the output, and bit 30 for the prompt; zeros before and after both stages
     V,
     logits_stride,  # elements between rows
     tokens_stride,  # elements between rows
-    TILE: tl.constexpr,  # ids of a program; a power of two
+    counts_stride,  # elements between rows
+    APPLY: tl.constexpr,  # stage 2
     CHUNK: tl.constexpr,  # tokens read at a time
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TILE
     repetition = tl.load(repetition_ptr + row)
     frequency = tl.load(frequency_ptr + row)
     presence = tl.load(presence_ptr + row)
@@ -75,24 +80,24 @@ def _penalties_kernel(
         row_ptr = tokens_ptr + tl.load(slots_ptr + row).to(tl.int64) * tokens_stride
         length = tl.load(positions_ptr + row).to(tl.int32)
         prompt_len = tl.load(prompt_len_ptr + row)
-        in_prompt = tl.zeros((TILE,), tl.int32)
-        count = tl.zeros((TILE,), tl.int32)
-        for start in range(0, length, CHUNK):
+        for start in range(tl.program_id(1) * CHUNK, length, tl.num_programs(1) * CHUNK):
             at = start + tl.arange(0, CHUNK)
-            place = tl.load(row_ptr + at, mask=at < length, other=-1) - first
-            here = (place >= 0) & (place < TILE) & (at < length)
-            place = tl.where(here, place, 0)
-            if start < prompt_len:
-                in_prompt += tl.histogram(place, TILE, mask=here & (at < prompt_len))
-            if start + CHUNK > prompt_len:
-                count += tl.histogram(place, TILE, mask=here & (at >= prompt_len))
-        ids = first + tl.arange(0, TILE)
-        seen = ((in_prompt > 0) | (count > 0)) & (ids < V)
-        at_logit = logits_ptr + row * logits_stride + ids
-        value = tl.load(at_logit, mask=seen, other=0.0).to(tl.float32)
-        value = tl.where(value > 0, value / repetition, value * repetition)
-        value = value - frequency * count.to(tl.float32) - tl.where(count > 0, presence, 0.0)
-        tl.store(at_logit, value.to(logits_ptr.dtype.element_ty), mask=seen)
+            token = tl.load(row_ptr + at, mask=at < length, other=-1)
+            real = (token >= 0) & (token < V)
+            count_ptr = counts_ptr + row * counts_stride + token
+            if APPLY:
+                taken = tl.atomic_xchg(count_ptr, tl.zeros_like(token), mask=real, sem="relaxed")
+                mine = real & (taken != 0)
+                count = taken & 0x3FFFFFFF
+                logit_ptr = logits_ptr + row * logits_stride + token
+                value = tl.load(logit_ptr, mask=mine, other=0.0).to(tl.float32)
+                value = tl.where(value > 0, value / repetition, value * repetition)
+                value = value - frequency * count.to(tl.float32) - tl.where(count > 0, presence, 0.0)
+                tl.store(logit_ptr, value.to(logits_ptr.dtype.element_ty), mask=mine)
+            else:
+                tl.atomic_add(count_ptr, 1 + tl.zeros_like(token), mask=real & (at >= prompt_len), sem="relaxed")
+                bit = 0x40000000 + tl.zeros_like(token)
+                tl.atomic_or(count_ptr, bit, mask=real & (at < prompt_len), sem="relaxed")
 
 
 def penalties(
@@ -104,6 +109,7 @@ def penalties(
     repetition: torch.Tensor,
     frequency: torch.Tensor,
     presence: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Apply the three penalties in place.
 
@@ -113,6 +119,7 @@ def penalties(
         slots: [L] int, the request row of each logit row.   prompt_len: [L] int32.
         positions: [L] int, where the new token will stand: the number of tokens known before it.
         repetition: [L] float32, 1 is off.   frequency, presence: [L] float32, 0 is off.
+        counts: [at least L, V] int32, zeros, which it holds again afterwards; None: made for this call.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -125,10 +132,15 @@ def penalties(
         raise ValueError(f"penalties: logits are {[L, V]}, rows {[list(part.shape) for part in rows]}")
     if not use_kernel(logits):
         return penalties_reference(logits, tokens, *rows)
+    if counts is None:
+        counts = torch.zeros(L, V, dtype=torch.int32, device=logits.device)
+    if counts.dtype != torch.int32 or counts.shape[0] < L or counts.shape[1] != V or counts.stride(1) != 1:
+        raise ValueError(f"penalties: counts must be [at least {L}, {V}] int32, are {list(counts.shape)}")
     if L and V:
-        tile = min(max(next_power_of_2(V), 32), 2048)
-        options = choose("penalties", logits, {"TILE": tile, "CHUNK": 1024, "num_warps": 4}, rows=L, vocab=V)
-        _penalties_kernel[(L, cdiv(V, options["TILE"]))](
-            logits, tokens, *rows, V, logits.stride(0), tokens.stride(0), **options, **overlap(logits)
-        )
+        options = choose("penalties", logits, {"CHUNK": 512, "num_warps": 4}, vocab=V)
+        for apply in (False, True):
+            _penalties_kernel[(L, PROGRAMS)](
+                logits, tokens, *rows, counts, V, logits.stride(0), tokens.stride(0), counts.stride(0),
+                APPLY=apply, **options, **overlap(logits),
+            )  # fmt: skip
     return None

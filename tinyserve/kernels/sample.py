@@ -4,9 +4,10 @@ The draw is by inverse CDF. With one uniform number u of the row, and the kept t
 
     token = first id with  w[0] + ... + w[id] > u * (w[0] + ... + w[V-1]),    w[i] = exp((logit[i] - max) / temperature)
 
-Stage 1, one program per (row, tile of 2048 ids), reads the logits once and leaves the tile's largest logit, its id and
-the tile's sum of w. Stage 2, one program per row, walks the sums to the tile in which the target falls and reads that
-tile alone again. Bytes: L·V logits once, plus 16 bytes a tile. The sum of all w is there for nothing: log_z.
+Stage 1, one program per (row, tile of 4096 ids), reads the logits once and leaves the tile's largest logit and its sum
+of w. Stage 2, one program per row, walks the sums to the tile in which the target falls, or to the tile of the largest
+logit, and reads that tile alone again. Bytes: L·V logits once, and a tile a row. The sum of all w is there for nothing:
+log_z. Tiles are no launch option: a tuned size would change the sums, and with them a token now and then.
 
 With `filters` (top-k, top-p, min-p) the same two stages find each row's threshold on the way (`threshold.py`): stage 1
 leaves the peaks too, and stage 2 draws from the few candidates that it has searched. Whether a row asks for a filter is
@@ -29,22 +30,8 @@ import triton.language as tl
 
 from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 from .philox import uniform_of, uniform_reference
-from .threshold import (
-    CANDIDATES,
-    UNDER,
-    asks_for_filter,
-    border_of_row,
-    drop_of,
-    exp_,
-    peaks_of,
-    search_sizes,
-    threshold_reference,
-    value_of,
-)
-
-# Ids in one tile: 2048 to 4096 with 4 warps were best from 32 rows up, 1024 for one row by 0.3 us (H200, V 151936).
-# It is no launch option: a tuned value would change the sums, and with them a token now and then.
-TILE = 2048
+from .threshold import FEW, asks_for_filter, border_of_row, drop_of, exp_, threshold_reference
+from .top_tokens import LEAST, TILE, UNDER, peaks_of, scratch_for, search_sizes, value_of
 
 
 def sample_reference(
@@ -134,13 +121,12 @@ def _kept(logit, ids, threshold, last_tie):
 def _tile_kernel(
     logits_ptr,  # [L, V]
     temperature_ptr,  # [L]
-    threshold_ptr,  # [L]; read if FILTER
-    last_tie_ptr,  # [L] int32; read if FILTER
-    tile_top_ptr,  # [L, tiles] float32: largest logit, NaN not counted
-    tile_id_ptr,  # [L, tiles] int32: its lowest id
-    tile_sum_ptr,  # [L, tiles] float32: sum of exp((logit - tile_top) / temperature) over kept tokens
-    tile_bad_ptr,  # [L, tiles] int32: 1 if there is NaN or +inf
-    peaks_ptr,  # [L, tiles * TILE / UNDER] float32; written if SEARCH
+    threshold_ptr,  # [L]; read if FILTER; top_k [L] int32 if SEARCH
+    last_tie_ptr,  # [L] int32; read if FILTER; top_p [L] if SEARCH
+    min_p_ptr,  # [L]; read if SEARCH
+    tile_top_ptr,  # [L, tiles] float32: largest logit
+    tile_sum_ptr,  # [L, tiles] float32: sum of exp((logit - tile_top) / temperature) of kept tokens; NaN in a bad tile
+    peaks_ptr,  # [L, tiles * TILE / UNDER] float32; written if SEARCH, for rows that ask
     V,
     logits_stride,  # elements between rows
     FILTER: tl.constexpr,
@@ -155,22 +141,22 @@ def _tile_kernel(
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     logit = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    wrong = (logit != logit) | (logit == float("inf"))
-    logit = tl.where(wrong, float("-inf"), logit)
-    top, index = tl.max(logit, axis=0, return_indices=True, return_indices_tie_break_left=True)
     temperature = tl.load(temperature_ptr + row)
     scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
-    keep = logit > float("-inf")
+    top = tl.max(logit, axis=0)
+    # NaN and +inf make a NaN here, and so the sum; a tile of -inf makes zeros.
+    weight = tl.exp((logit - tl.where(top == float("-inf"), 0.0, top)) * scale)
+    bound = tl.load(threshold_ptr + row)
+    last_tie = tl.load(last_tie_ptr + row)
     if FILTER:
-        keep &= _kept(logit, ids, tl.load(threshold_ptr + row), tl.load(last_tie_ptr + row))
-    weight = tl.where(keep, tl.exp((logit - top) * scale), 0.0)
+        weight = tl.where((logit < bound) | ((logit == bound) & (ids > last_tie)), 0.0, weight)
     at = row * tl.num_programs(1) + tile
     tl.store(tile_top_ptr + at, top)
-    tl.store(tile_id_ptr + at, tile * TILE + index)
     tl.store(tile_sum_ptr + at, tl.sum(weight, axis=0))
-    tl.store(tile_bad_ptr + at, tl.max(wrong.to(tl.int32), axis=0))
     if SEARCH:
-        tl.store(peaks_ptr + at * (TILE // UNDER) + tl.arange(0, TILE // UNDER), peaks_of(logit, UNDER))
+        drop = drop_of(temperature, tl.load(min_p_ptr + row))
+        if asks_for_filter(temperature, bound, last_tie, drop, V):
+            tl.store(peaks_ptr + at * (TILE // UNDER) + tl.arange(0, TILE // UNDER), peaks_of(logit, UNDER))
 
 
 @triton.jit
@@ -204,7 +190,7 @@ def _draw_from_candidates(key_ptr, id_ptr, found, top, scale, bound, last_tie, u
     """The token at u of the mass of the candidates kept, and that mass."""
     lane = tl.arange(0, BLOCK)
     ids = tl.load(id_ptr + lane, mask=lane < found, other=0)
-    logit = value_of(tl.load(key_ptr + lane, mask=lane < found, other=-0x80000000))
+    logit = value_of(tl.load(key_ptr + lane, mask=lane < found, other=LEAST))
     keep = (lane < found) & (logit > float("-inf")) & _kept(logit, ids, bound, last_tie)
     weight = tl.where(keep, tl.exp((logit - top) * scale), 0.0)
     total = tl.sum(weight, axis=0)
@@ -246,9 +232,7 @@ def _pick_kernel(
     last_tie_ptr,  # [L] int32; read if FILTER; top_p [L] if SEARCH
     min_p_ptr,  # [L]; read if SEARCH
     tile_top_ptr,  # [L, tiles] float32
-    tile_id_ptr,  # [L, tiles] int32
     tile_sum_ptr,  # [L, tiles] float32
-    tile_bad_ptr,  # [L, tiles] int32
     peaks_ptr,  # [L, tiles * TILE / UNDER] float32; read if SEARCH
     scratch_ptr,  # [L, PEAKS + 2 CANDIDATES] int32; used if SEARCH
     token_ptr,  # [L] int32
@@ -278,14 +262,13 @@ def _pick_kernel(
     at = row * tiles + tile
     tops = tl.load(tile_top_ptr + at, mask=there, other=float("-inf"))
     sums = tl.load(tile_sum_ptr + at, mask=there, other=0.0)
-    wrong = tl.load(tile_bad_ptr + at, mask=there, other=0)
-    top, best = tl.max(tops, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    bad = (tl.max(wrong, axis=0) > 0) | (top == float("-inf"))
+    top = tl.max(tops, axis=0)
+    bad = (tl.max((sums != sums).to(tl.int32), axis=0) > 0) | (top == float("-inf"))
     temperature = tl.load(temperature_ptr + row)
     scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     sums = tl.where(sums > 0, sums * tl.exp((tops - top) * scale), 0.0)
     total = tl.sum(sums, axis=0)
-    token = tl.load(tile_id_ptr + row * tiles + best)
+    token = 0
     if (temperature > 0) & (bad == 0):
         u = uniform_of(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         bound = tl.load(threshold_ptr + row)
@@ -298,8 +281,8 @@ def _pick_kernel(
                 id_ptr = key_ptr + CANDIDATES
                 count = tiles * (TILE // UNDER)
                 border, tie, found = border_of_row(
-                    row_ptr, peaks_ptr + row * count, scratch_ptr, key_ptr, id_ptr, V, count, top, total, scale,
-                    bound, last_tie, drop, PEAKS, UNDER, GROUP, CANDIDATES, FEW, 4096,
+                    row_ptr, peaks_ptr + row * count, scratch_ptr, V, count, top, total, scale,
+                    bound, last_tie, drop, PEAKS, UNDER, GROUP, CANDIDATES, FEW, TILE,
                 )  # fmt: skip
                 if found <= FEW:
                     token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, FEW)
@@ -311,7 +294,12 @@ def _pick_kernel(
                 token = _draw_from_tiles(row_ptr, sums, tile, top, scale, 0.0, 0, u, V, False, TILE)
         else:
             token = _draw_from_tiles(row_ptr, sums, tile, top, scale, bound, last_tie, u, V, FILTER, TILE)
-    tl.store(token_ptr + row, tl.where(bad, 0, token))
+    elif bad == 0:
+        best = tl.min(tl.where(there & (tops == top), tile, tiles), axis=0)
+        ids = best * TILE + tl.arange(0, TILE)
+        logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+        token = tl.min(tl.where(logit == top, ids, V), axis=0)
+    tl.store(token_ptr + row, token)
     tl.store(bad_ptr + row, bad.to(tl.int8))
     if LOG_Z:
         tl.store(log_z_ptr + row, top * scale + tl.log(total))
@@ -371,21 +359,19 @@ def _launch(rows, bounds, outputs, *, given: bool, search: bool) -> None:
     """Both stages. Unused pointers point at something that is there and are not used."""
     logits, temperature, seeds, positions = rows
     tokens, bad, log_z = outputs
-    (L, V), tiles, sizes = logits.shape, cdiv(logits.shape[1], TILE), search_sizes(logits.shape[1])
+    (L, V), tiles = logits.shape, cdiv(logits.shape[1], TILE)
     tops, sums = (logits.new_empty(L, tiles, dtype=torch.float32) for _ in range(2))
-    best, wrong = (logits.new_empty(L, tiles, dtype=torch.int32) for _ in range(2))
-    peaks, scratch = tops, best
-    if search:
-        peaks = logits.new_empty(L, tiles * (TILE // UNDER), dtype=torch.float32)
-        scratch = logits.new_empty(L, sizes["PEAKS"] + 2 * CANDIDATES, dtype=torch.int32)
-    options = choose("sample", logits, {"num_warps": 4, "pick_warps": 8 if search else 4}, vocab=V)
+    peaks = logits.new_empty(L, tiles * (TILE // UNDER), dtype=torch.float32) if search else tops
+    scratch = scratch_for(logits, L) if search else positions
+    options = choose("sample", logits, {"num_warps": 4, "pick_warps": 16 if search else 4}, vocab=V)
     switch = {"FILTER": given, "SEARCH": search, "TILE": TILE} | overlap(logits)
     _tile_kernel[(L, tiles)](
-        logits, temperature, *bounds[:2], tops, best, sums, wrong, peaks, V, logits.stride(0), UNDER=UNDER,
+        logits, temperature, *bounds, tops, sums, peaks, V, logits.stride(0), UNDER=UNDER,
         num_warps=options["num_warps"], **switch,
     )  # fmt: skip
     _pick_kernel[(L,)](
-        logits, temperature, seeds, positions, *bounds, tops, best, sums, wrong, peaks, scratch,
+        logits, temperature, seeds, positions, *bounds, tops, sums, peaks, scratch,
         tokens, bad, tops if log_z is None else log_z, V, logits.stride(0), tiles,
-        LOG_Z=log_z is not None, TILES=next_power_of_2(tiles), num_warps=options["pick_warps"], **sizes, **switch,
+        LOG_Z=log_z is not None, TILES=next_power_of_2(tiles), FEW=FEW, num_warps=options["pick_warps"],
+        **search_sizes(V), **switch,
     )  # fmt: skip

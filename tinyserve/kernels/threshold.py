@@ -8,15 +8,15 @@
 All three keep the upper part of a row, so one number says it all, and the sampler applies it while it reads the logits:
 no second copy of [L, V]. Where top-p cuts through a group of equal logits, `last_tie` is the last id of the group kept.
 
-Stage 1, one program per (row, tile of 2048 ids), reads the logits once and leaves the peak of each 128 ids. k peaks are
-k tokens, so the k-th largest peak is not above the k-th largest logit; in the same way peaks that hold p of the mass
-bound the border of top-p, and min-p is a bound by itself. Stage 2, one program per row, finds that bound among the
-peaks, copies out the candidates, which are the tokens at or above it and lie under few peaks, and searches among them
-by bisection over the integers that order float32 (`ordered_key`), in registers. So the logits are read once, by as many
-programs as there are tiles, whatever is asked; a row that asks for nothing costs one program that ends at once.
+Stage 1, one program per (row, tile), reads the logits once and leaves the peak of each 128 ids (`top_tokens.py`). k
+peaks are k tokens, so the k-th largest peak is not above the k-th largest logit; in the same way peaks that hold p of
+the mass bound the border of top-p, and min-p is a bound by itself. Stage 2, one program per row, finds that bound,
+copies out the tokens at or above it, and finds the border among these: up to 128 are compared each with each, more are
+bisected over the integers that order float32. So the logits are read once, by as many programs as there are tiles,
+whatever is asked; a row that asks for nothing costs one program that ends at once.
 
-Where the bound fails (top-p over a flat row, whose border lies below most tokens, or k above the number of peaks) there
-are too many candidates, and stage 2 bisects over the whole row: at most 32 passes, in practice about 20, from cache.
+Over a flat row the border of top-p lies below most tokens, and no bound helps. Stage 2 then passes over the whole row,
+weighs what lies above each of eight pivots, and goes on between two of them, until the tokens there can be copied out.
 
 Source: Park et al., "Qrita: High-performance Top-k and Top-p using Pivot-based Truncation", arXiv:2602.01518, for the
 pivot search; Holtzman et al., "The Curious Case of Neural Text Degeneration", arXiv:1904.09751, for top-p.
@@ -28,19 +28,30 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .launch import check_rows, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .top_tokens import (
+    KEY_OF_NOTHING,
+    LEAST,
+    TILE,
+    UNDER,
+    copy_candidates,
+    find_peaks,
+    load_peaks,
+    ordered_key,
+    scratch_for,
+    search_block,
+    search_sizes,
+    value_of,
+)
 
 # Of the reference, at V 49152 on one core: topk takes 0.1 ms up to here, kthvalue 0.1 to 0.5 ms for any k.
 SMALL_K = 128
 SORT_AT_MOST = 1024  # ten halvings cost 0.2 ms; sorting 20000 candidates costs 1.5 ms
 INF = float("inf")
 
-TILE = 2048  # ids of a program of stage 1
-UNDER = 128  # ids under one peak
-CANDIDATES = 4096  # most of a row that are searched in registers; of these usually fewer than
-FEW = 512
-GROUP = 32  # peaks whose ids are copied at a time
-LEAST = tl.constexpr(-0x80000000)
+FEW = 128  # candidates that are compared each with each, without a search
+PIVOTS = tl.constexpr(8)  # of a pass over the whole row
+NARROWINGS = tl.constexpr(8)  # passes after which equals are to blame that the candidates do not fit
 
 
 def threshold_reference(
@@ -133,59 +144,23 @@ def _bracket(
 
 
 @triton.jit
-def ordered_key(x):
-    """An int32 that orders as the float32 `x` does (-0.0 equals 0.0): negative numbers have all other bits flipped."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def value_of(key):
-    """The float32 of an ordered key."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _at_or_above(row_ptr, V, pivot, top, scale, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """One pass: tokens (or mass, if WEIGH) with key >= pivot; the smallest key >= pivot; the largest key < pivot."""
+def _pass(row_ptr, V, pivot, top, scale, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens of the row, or their mass if WEIGH, with key >= pivot."""
     amount = tl.zeros((BLOCK,), tl.float32)
-    above = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
-    below = tl.full((BLOCK,), -0x80000000, tl.int32)
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        inside = ids < V
-        logit = tl.load(row_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
-        key = ordered_key(logit)
-        passed = inside & (key >= pivot)
-        if WEIGH:
-            amount += tl.where(passed, tl.exp((logit - top) * scale), 0.0)
-        else:
-            amount += tl.where(passed, 1.0, 0.0)
-        above = tl.minimum(above, tl.where(passed, key, 0x7FFFFFFF))
-        below = tl.maximum(below, tl.where(inside & (key < pivot), key, -0x80000000))
-    return tl.sum(amount, axis=0), tl.min(above, axis=0), tl.max(below, axis=0)
+        logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+        weight = tl.exp((logit - top) * scale) if WEIGH else 1.0
+        amount += tl.where((ids < V) & (ordered_key(logit) >= pivot), weight, 0.0)
+    return tl.sum(amount, axis=0)
 
 
 @triton.jit
-def _search(row_ptr, V, low, high, target, top, scale, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key in [low, high) with `target` or more at or above it; `low` is known to have it, `high` not to."""
-    middle = (low & high) + ((low ^ high) >> 1)  # rounded down, and no overflow
-    while middle > low:
-        amount, above, below = _at_or_above(row_ptr, V, middle, top, scale, WEIGH, BLOCK)
-        if amount >= target:
-            low = tl.minimum(above, high - 1)
-        else:
-            high = tl.maximum(below, low) + 1
-        middle = (low & high) + ((low ^ high) >> 1)
-    return low
-
-
-@triton.jit
-def _search_block(keys, amounts, low, high, target):
-    """As `_search`, among keys that are held in registers; each counts as its amount."""
+def _search_row(row_ptr, V, low, high, target, top, scale, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """As `search_block`, by passes over the whole row: at most 32."""
     middle = (low & high) + ((low ^ high) >> 1)
     while middle > low:
-        enough = tl.sum(tl.where(keys >= middle, amounts, 0.0), axis=0) >= target
+        enough = _pass(row_ptr, V, middle, top, scale, WEIGH, BLOCK) >= target
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
         middle = (low & high) + ((low ^ high) >> 1)
@@ -208,104 +183,142 @@ def _nth_equal(row_ptr, V, key, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def peaks_of(logit, UNDER: tl.constexpr):
-    """The largest of every UNDER neighbours of a tile: [TILE] -> [TILE / UNDER]."""
-    return tl.max(tl.reshape(logit, [logit.shape[0] // UNDER, UNDER]), axis=1)
+def _narrow(row_ptr, V, low, high, above, target, top, scale, BLOCK: tl.constexpr):
+    """One pass: (low, high, mass at or above high) between two neighbours of PIVOTS pivots, evenly spread in value."""
+    place = tl.arange(0, PIVOTS)
+    bottom = value_of(low)
+    pivots = top - (top - bottom) * (place + 1).to(tl.float32) / PIVOTS
+    if above > 0:
+        pivots = value_of(high) - (value_of(high) - bottom) * (place + 1).to(tl.float32) / PIVOTS
+    keys = tl.minimum(tl.maximum(ordered_key(pivots), low), high)
+    mass = tl.zeros((PIVOTS, BLOCK), tl.float32)
+    for start in range(0, V, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+        weight = tl.where(ids < V, tl.exp((logit - top) * scale), 0.0)
+        mass += tl.where(ordered_key(logit)[None, :] >= keys[:, None], weight[None, :], 0.0)
+    masses = tl.sum(mass, axis=1)
+    # So many pivots lie above the border. The last pivot is `low`, which does not, but for rounding.
+    short = tl.minimum(tl.sum((masses < target).to(tl.int32), axis=0), PIVOTS - 1)
+    low = tl.sum(tl.where(place == short, keys, 0), axis=0)
+    above = tl.where(short > 0, tl.sum(tl.where(place == short - 1, masses, 0.0), axis=0), above)
+    high = tl.where(short > 0, tl.sum(tl.where(place == short - 1, keys, 0), axis=0), high)
+    return low, high, above
 
 
 @triton.jit
-def _bound(peaks_ptr, count, low, high, top, top_k, top_p, total, scale, PEAKS: tl.constexpr):
-    """A key that is at most the border, from the peaks of the row, and whether they hold one.
-
-    With top-k or min-p, all that is kept is at or above the key; with top-p alone, p of the mass is.
-    """
-    lane = tl.arange(0, PEAKS)
-    peak = tl.load(peaks_ptr + lane, mask=lane < count, other=float("-inf"))
-    keys = tl.where(lane < count, ordered_key(peak), LEAST)
-    least = tl.zeros_like(low) - 0x7F800001  # the key of -inf
-    found = low > least
-    if (top_k > 0) & (top_k <= count):
-        kth = _search_block(keys, (lane < count).to(tl.float32), least, high, top_k.to(tl.float32))
-        low = tl.maximum(low, kth)
-        found = low > least
-    if (found == 0) & (top_k <= 0) & (top_p < 1):
-        mass = tl.where(keys > least, tl.exp((peak - top) * scale), 0.0)
-        wanted = top_p * total * 1.00001  # sums in another order may differ by this much
-        if tl.sum(mass, axis=0) >= wanted:
-            low = _search_block(keys, mass, least + 1, high, wanted)
-            found = low > least
-    return low, found
-
-
-@triton.jit
-def _copy_candidates(
-    row_ptr, peaks_ptr, under_ptr, key_ptr, id_ptr, V, count, low,
-    PEAKS: tl.constexpr, UNDER: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    """Keys and ids of the tokens with key >= low, by id, to scratch; how many there are, of which CANDIDATES fit."""
-    lane = tl.arange(0, PEAKS)
-    peak = tl.load(peaks_ptr + lane, mask=lane < count, other=float("-inf"))
-    high_enough = ((lane < count) & (ordered_key(peak) >= low)).to(tl.int32)
-    tl.store(under_ptr + tl.cumsum(high_enough, axis=0) - 1, lane, mask=high_enough > 0)
-    groups = tl.sum(high_enough, axis=0)
-    tl.debug_barrier()
+def _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES: tl.constexpr):
+    """Keys and ids of the tokens with low <= key < high, by id, to scratch; how many there are, of which some fit."""
     found = 0
-    start = 0
-    while (start < groups) & (found <= CANDIDATES):
-        place = start + tl.arange(0, GROUP)
-        under = tl.load(under_ptr + place, mask=place < groups, other=0)
-        ids = under[:, None] * UNDER + tl.arange(0, UNDER)[None, :]
-        real = (place < groups)[:, None] & (ids < V)
-        key = ordered_key(tl.load(row_ptr + ids, mask=real, other=float("-inf")).to(tl.float32))
-        take = tl.reshape((real & (key >= low)).to(tl.int32), [GROUP * UNDER])
+    for start in range(0, V, CANDIDATES):
+        ids = start + tl.arange(0, CANDIDATES)
+        key = ordered_key(tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32))
+        take = ((ids < V) & (key >= low) & (key < high)).to(tl.int32)
         to = found + tl.cumsum(take, axis=0) - 1
-        fits = (take > 0) & (to < CANDIDATES)
-        tl.store(key_ptr + to, tl.reshape(key, [GROUP * UNDER]), mask=fits)
-        tl.store(id_ptr + to, tl.reshape(ids, [GROUP * UNDER]), mask=fits)
+        tl.store(key_ptr + to, key, mask=(take > 0) & (to < CANDIDATES))
+        tl.store(id_ptr + to, ids, mask=(take > 0) & (to < CANDIDATES))
         found += tl.sum(take, axis=0)
-        start += GROUP
     tl.debug_barrier()
     return found
 
 
 @triton.jit
-def _among(key_ptr, id_ptr, count, V, low, high, top, top_k, top_p, total, scale, limited, BLOCK: tl.constexpr):
-    """The border (key, last tie) among `count` candidates, which fit a block. `limited`: nothing else was left."""
-    lane = tl.arange(0, BLOCK)
-    there = lane < count
-    keys = tl.load(key_ptr + lane, mask=there, other=-0x80000000)
-    last_tie = V - 1
-    if (top_k > 0) & (top_k < count):
-        low = _search_block(keys, there.to(tl.float32), low, high, top_k.to(tl.float32))
-    if top_p < 1:
-        mass = tl.where(keys >= low, tl.exp((value_of(keys) - top) * scale), 0.0)
-        if limited:
-            total = tl.sum(mass, axis=0)
-        low = _search_block(keys, mass, low, high, top_p * total)
-        above = tl.sum(tl.where(keys > low, mass, 0.0), axis=0)
-        ties = tl.ceil((top_p * total - above) / tl.exp((value_of(low) - top) * scale))
-        ties = tl.maximum(tl.minimum(ties, V), 1).to(tl.int32)
-        equal = (keys == low).to(tl.int32)
-        hit = (equal > 0) & (tl.cumsum(equal, axis=0) == ties)
-        ids = tl.load(id_ptr + lane, mask=hit, other=0x7FFFFFFF)
-        last_tie = tl.minimum(tl.min(ids, axis=0), V - 1)
-    return low, last_tie
+def _bound(keys, peak, count, low, high, top, top_k, top_p, total, scale):
+    """A key that is at most the border, from the peaks of the row, and whether they hold one.
+
+    With top-k or min-p, all that is kept is at or above the key; with top-p alone, p of the mass is.
+    """
+    least = tl.zeros_like(low) + KEY_OF_NOTHING
+    if (top_k > 0) & (top_k <= count):
+        low = tl.maximum(low, search_block(keys, (keys > LEAST).to(tl.float32), least, high, top_k.to(tl.float32)))
+    elif (top_k <= 0) & (low <= least) & (top_p < 1):
+        mass = tl.where(keys > least, tl.exp((peak - top) * scale), 0.0)
+        wanted = top_p * total * 1.00001  # sums in another order may differ by this much
+        if tl.sum(mass, axis=0) >= wanted:
+            low = search_block(keys, mass, least, high, wanted)
+    return low, low > least
 
 
 @triton.jit
-def _over_row(row_ptr, V, low, high, top, top_k, top_p, scale, BLOCK: tl.constexpr):
+def _among_few(key_ptr, count, low, top, top_k, top_p, total, scale, limited, FEW: tl.constexpr):
+    """The border (key, place of the last tie) among up to FEW candidates, by comparing each with each."""
+    lane = tl.arange(0, FEW)
+    there = lane < count
+    keys = tl.load(key_ptr + lane, mask=there, other=LEAST)
+    not_below = (keys[None, :] >= keys[:, None]) & there[None, :]
+    if (top_k > 0) & (top_k < count):
+        ranks = tl.sum(not_below.to(tl.int32), axis=1)
+        low = tl.maximum(low, tl.max(tl.where(there & (ranks >= top_k), keys, LEAST), axis=0))
+    mass = tl.where(there & (keys >= low), tl.exp((value_of(keys) - top) * scale), 0.0)
+    if limited:
+        total = tl.sum(mass, axis=0)
+    first = not_below & ((keys[None, :] > keys[:, None]) | (lane[None, :] < lane[:, None]))
+    before = tl.sum(tl.where(first, mass[None, :], 0.0), axis=1)
+    keep = there & (keys >= low) & ((top_p >= 1) | (before < top_p * total))
+    low = tl.min(tl.where(keep, keys, 0x7FFFFFFF), axis=0)
+    return low, tl.max(tl.where(keep & (keys == low), lane, 0), axis=0)
+
+
+@triton.jit
+def _among_many(
+    key_ptr, count, low, high, top, top_k, top_p, above, total, scale, limited, CANDIDATES: tl.constexpr
+):  # fmt: skip
+    """The border (key, place of the last tie) among up to CANDIDATES, by bisection. `above`: mass over all of them."""
+    lane = tl.arange(0, CANDIDATES)
+    there = lane < count
+    keys = tl.load(key_ptr + lane, mask=there, other=LEAST)
+    if (top_k > 0) & (top_k < count):
+        low = search_block(keys, there.to(tl.float32), low, high, top_k.to(tl.float32))
+    ties = count
+    if top_p < 1:
+        mass = tl.where(there & (keys >= low), tl.exp((value_of(keys) - top) * scale), 0.0)
+        if limited:
+            total = tl.sum(mass, axis=0)
+        target = top_p * total - above
+        low = search_block(keys, mass, low, high, target)
+        missing = target - tl.sum(tl.where(keys > low, mass, 0.0), axis=0)
+        share = tl.ceil(missing / tl.exp((value_of(low) - top) * scale))
+        ties = tl.maximum(tl.minimum(share, count.to(tl.float32)), 1.0).to(tl.int32)
+    equal = (keys == low) & there
+    number = tl.cumsum(equal.to(tl.int32), axis=0)
+    return low, tl.max(tl.where(equal & (number <= ties), lane, 0), axis=0)
+
+
+@triton.jit
+def _over_row(
+    row_ptr, key_ptr, id_ptr, V, low, high, top, top_k, top_p, total, scale, limited,
+    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The border (key, last tie) by passes over the whole row."""
     last_tie = V - 1
-    if (top_k > 0) & (top_k < V):
-        least = tl.zeros_like(low) - 0x7F800001  # the key of -inf
-        low = tl.maximum(low, _search(row_ptr, V, least, high, top_k.to(tl.float32), top, scale, False, BLOCK))
+    if top_k > 0:
+        least = tl.zeros_like(low) + KEY_OF_NOTHING
+        low = tl.maximum(low, _search_row(row_ptr, V, least, high, top_k.to(tl.float32), top, scale, False, BLOCK))
     if top_p < 1:
-        total, _, _ = _at_or_above(row_ptr, V, low, top, scale, True, BLOCK)
-        low = _search(row_ptr, V, low, high, top_p * total, top, scale, True, BLOCK)
-        mass, _, _ = _at_or_above(row_ptr, V, low + 1, top, scale, True, BLOCK)
-        ties = tl.ceil((top_p * total - mass) / tl.exp((value_of(low) - top) * scale))
-        ties = tl.maximum(tl.minimum(ties, V), 1).to(tl.int32)
-        last_tie = _nth_equal(row_ptr, V, low, ties, BLOCK)
+        if limited:
+            total = _pass(row_ptr, V, low, top, scale, True, BLOCK)
+        target = top_p * total
+        # Tokens that together weigh less than 1 - p are never needed; half, as a margin for rounding.
+        least = ordered_key(top + tl.log(total * (1 - top_p) / V * 0.5) / scale)
+        low = tl.maximum(low, least)
+        above = 0.0
+        found = CANDIDATES + 1
+        passes = 0
+        while (found > CANDIDATES) & (passes < NARROWINGS):
+            low, high, above = _narrow(row_ptr, V, low, high, above, target, top, scale, CANDIDATES // 2)
+            passes += 1
+            if passes > 2:
+                found = _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES)
+        if found <= CANDIDATES:
+            low, place = _among_many(
+                key_ptr, found, low, high, top, top_k * 0, top_p, above, total, scale, False, CANDIDATES
+            )  # fmt: skip
+            last_tie = tl.load(id_ptr + place)
+        else:
+            low = _search_row(row_ptr, V, low, high, target, top, scale, True, BLOCK)
+            missing = target - _pass(row_ptr, V, low + 1, top, scale, True, BLOCK)
+            ties = tl.ceil(missing / tl.exp((value_of(low) - top) * scale))
+            last_tie = _nth_equal(row_ptr, V, low, tl.maximum(tl.minimum(ties, V), 1).to(tl.int32), BLOCK)
     return low, last_tie
 
 
@@ -313,9 +326,7 @@ def _over_row(row_ptr, V, low, high, top, top_k, top_p, scale, BLOCK: tl.constex
 def border_of_row(
     row_ptr,  # [V] logits
     peaks_ptr,  # [count] float32
-    under_ptr,  # [count] int32, scratch
-    key_ptr,  # [CANDIDATES] int32, scratch: the candidates' keys
-    id_ptr,  # [CANDIDATES] int32, scratch: and ids, rising
+    scratch_ptr,  # [PEAKS + 2 CANDIDATES] int32: numbers of peaks, then the candidates' keys, then their ids, rising
     V,
     count,
     top,  # the largest logit
@@ -336,20 +347,27 @@ def border_of_row(
     low = ordered_key(top + drop)
     top_k = tl.where(top_k < V, top_k, 0)
     limited = (top_k > 0) | (drop > float("-inf"))
-    bound, certain = _bound(peaks_ptr, count, low, high, top, top_k, top_p, total, scale, PEAKS)
+    key_ptr = scratch_ptr + PEAKS
+    id_ptr = key_ptr + CANDIDATES
+    peak, keys = load_peaks(peaks_ptr, count, PEAKS)
+    bound, certain = _bound(keys, peak, count, low, high, top, top_k, top_p, total, scale)
     found = CANDIDATES + 1
     if certain:
-        found = _copy_candidates(
-            row_ptr, peaks_ptr, under_ptr, key_ptr, id_ptr, V, count, bound, PEAKS, UNDER, GROUP, CANDIDATES
-        )
+        found = copy_candidates(
+            row_ptr, keys, scratch_ptr, key_ptr, id_ptr, V, bound, PEAKS, UNDER, GROUP, CANDIDATES
+        )  # fmt: skip
     if found <= FEW:
-        low, last_tie = _among(key_ptr, id_ptr, found, V, bound, high, top, top_k, top_p, total, scale, limited, FEW)
+        low, place = _among_few(key_ptr, found, bound, top, top_k, top_p, total, scale, limited, FEW)
+        last_tie = tl.load(id_ptr + place)
     elif found <= CANDIDATES:
-        low, last_tie = _among(
-            key_ptr, id_ptr, found, V, bound, high, top, top_k, top_p, total, scale, limited, CANDIDATES
-        )
+        low, place = _among_many(
+            key_ptr, found, bound, high, top, top_k, top_p, 0.0, total, scale, limited, CANDIDATES
+        )  # fmt: skip
+        last_tie = tl.load(id_ptr + place)
     else:
-        low, last_tie = _over_row(row_ptr, V, low, high, top, top_k, top_p, scale, BLOCK)
+        low, last_tie = _over_row(
+            row_ptr, key_ptr, id_ptr, V, low, high, top, top_k, top_p, total, scale, limited, CANDIDATES, BLOCK
+        )  # fmt: skip
     return value_of(low), last_tie, found
 
 
@@ -363,32 +381,6 @@ def asks_for_filter(temperature, top_k, top_p, drop, V):
 def drop_of(temperature, min_p):
     """How far below the largest logit min-p reaches; -inf if it is off."""
     return tl.where(min_p > 0, temperature * tl.log(min_p), float("-inf"))
-
-
-@triton.jit
-def _peaks_kernel(
-    logits_ptr,  # [L, V]
-    temperature_ptr,  # [L]
-    peaks_ptr,  # [L, tiles * TILE / UNDER] float32
-    mass_ptr,  # [L, tiles] float32: sum of exp((logit - largest of the tile) / temperature)
-    V,
-    logits_stride,  # elements between rows
-    TILE: tl.constexpr,
-    UNDER: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start_next(PDL)
-    wait_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    ids = tile * TILE + tl.arange(0, TILE)
-    logit = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperature_ptr + row)
-    top = tl.max(logit, axis=0)
-    weight = tl.where(logit > float("-inf"), tl.exp((logit - top) / tl.where(temperature > 0, temperature, 1.0)), 0.0)
-    at = row * tl.num_programs(1) + tile
-    tl.store(peaks_ptr + at * (TILE // UNDER) + tl.arange(0, TILE // UNDER), peaks_of(logit, UNDER))
-    tl.store(mass_ptr + at, tl.sum(weight, axis=0))
 
 
 @triton.jit
@@ -436,20 +428,12 @@ def _threshold_kernel(
         mass = tl.load(mass_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
         top = tl.max(tops, axis=0)
         total = tl.sum(tl.where(mass > 0, mass * tl.exp((tops - top) * scale), 0.0), axis=0)
-        scratch_ptr += row * (PEAKS + 2 * CANDIDATES)
-        key_ptr = scratch_ptr + PEAKS
         bound, last_tie, _ = border_of_row(
-            logits_ptr + row * logits_stride, peaks_ptr, scratch_ptr, key_ptr, key_ptr + CANDIDATES,
+            logits_ptr + row * logits_stride, peaks_ptr, scratch_ptr + row * (PEAKS + 2 * CANDIDATES),
             V, count, top, total, scale, top_k, top_p, drop, PEAKS, UNDER, GROUP, CANDIDATES, FEW, BLOCK,
         )  # fmt: skip
     tl.store(threshold_ptr + row, bound)
     tl.store(last_tie_ptr + row, last_tie)
-
-
-def search_sizes(V: int) -> dict[str, int]:
-    """The sizes that `border_of_row` is compiled for; scratch of a row is PEAKS + 2 CANDIDATES numbers."""
-    peaks = next_power_of_2(cdiv(V, TILE) * (TILE // UNDER))
-    return {"PEAKS": peaks, "UNDER": UNDER, "GROUP": GROUP, "CANDIDATES": CANDIDATES, "FEW": FEW}
 
 
 def threshold(
@@ -483,17 +467,11 @@ def threshold(
     out = logits.new_empty(L, dtype=torch.float32)
     last_tie = logits.new_empty(L, dtype=torch.int32)
     if L:
-        tiles, sizes = cdiv(V, TILE), search_sizes(V)
-        peaks = logits.new_empty(L, tiles * (TILE // UNDER), dtype=torch.float32)
-        mass = logits.new_empty(L, tiles, dtype=torch.float32)
-        scratch = logits.new_empty(L, sizes["PEAKS"] + 2 * CANDIDATES, dtype=torch.int32)
-        _peaks_kernel[(L, tiles)](
-            logits, temperature, peaks, mass, V, logits.stride(0), TILE=TILE, UNDER=UNDER, num_warps=4,
-            **overlap(logits),
-        )  # fmt: skip
-        options = choose("threshold", logits, {"BLOCK": 4096, "num_warps": 8}, vocab=V)
+        peaks, mass = find_peaks(logits, None, temperature)
+        tiles = mass.shape[1]
         _threshold_kernel[(L,)](
-            logits, temperature, top_k, top_p, min_p, peaks, mass, scratch, out, last_tie, V, logits.stride(0), tiles,
-            TILES=next_power_of_2(tiles), PER_TILE=TILE // UNDER, **sizes, **options, **overlap(logits),
+            logits, temperature, top_k, top_p, min_p, peaks, mass, scratch_for(logits, L), out, last_tie,
+            V, logits.stride(0), tiles, TILES=next_power_of_2(tiles), PER_TILE=TILE // UNDER, FEW=FEW, BLOCK=4096,
+            num_warps=16, **search_sizes(V), **overlap(logits),
         )  # fmt: skip
     return out, last_tie

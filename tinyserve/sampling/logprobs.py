@@ -3,7 +3,7 @@
 Numbers stay on the device until somebody asks for `records`; by then the runner has copied them. Rows of one batch may
 ask for different numbers of alternatives: all get the largest number, and each record is cut to what its row asked.
 
-Before: kernels/logprobs.py.  After: sampler.py; the records go to the scheduler in step.py's words.
+Before: kernels/{logprobs,top_tokens}.py.  After: sampler.py; the records go to the scheduler in step.py's words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from ..kernels.logprobs import logprobs, top_tokens
+from ..kernels.logprobs import logprobs
+from ..kernels.top_tokens import top_tokens
 from ..step import TokenLogprobs
 from .params import upload
 

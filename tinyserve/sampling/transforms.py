@@ -189,7 +189,10 @@ class TokenEdits:
 
 
 class Penalties:
-    """Repetition, frequency and presence penalty, from the token table; nothing is kept here."""
+    """Repetition, frequency and presence penalty, from the token table. Kept here: zeros that the kernel counts in."""
+
+    def __init__(self) -> None:
+        self._counts: Tensor | None = None
 
     def wants(self, params: RowParams) -> bool:
         return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
@@ -202,6 +205,8 @@ class Penalties:
 
     def apply(self, logits: Tensor, rows: tuple[int, ...], context: Context) -> None:
         values = context.values
+        if not logits.is_cpu and (self._counts is None or len(self._counts) < len(logits)):
+            self._counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
         penalties(
             logits,
             context.tokens,
@@ -211,6 +216,7 @@ class Penalties:
             values.repetition_penalty,
             values.frequency_penalty,
             values.presence_penalty,
+            self._counts,
         )
 
 
