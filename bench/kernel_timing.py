@@ -24,6 +24,7 @@ class Case:
         moved: bytes that must be read or written.   flops: operations that must be done; the larger share counts.
         error: compares with the reference and gives ‖out - ref‖ / ‖ref‖, or None.
         tags: for `variants` of the part.
+        spaced: whether a call is timed behind a kernel that waits for all before it; else calls overlap if they can.
     """
 
     kernel: str
@@ -33,6 +34,7 @@ class Case:
     flops: float = 0
     error: Callable[[], float] | None = None
     tags: dict = field(factory=dict)
+    spaced: bool = True
 
 
 @frozen
@@ -48,11 +50,13 @@ class Row:
     error: float | None
 
 
-def graph_us(calls: list[Callable[[], object]], *, millisecond_budget: float = 12, repeats: int = 5) -> float:
+def graph_us(
+    calls: list[Callable[[], object]], *, spaced: bool = True, millisecond_budget: float = 12, repeats: int = 5
+) -> float:
     """Microseconds of one call in a graph, median over replays.
 
-    A call follows a small kernel that waits for everything before it, and whose own time is subtracted: a row of the
-    same kernel would overlap with itself as no step does, where something else stands between.
+    If spaced, a call follows a small kernel that waits for everything before it, and whose own time is subtracted: a
+    row of the same kernel would overlap with itself as no step does, where something else stands between.
     """
     spacer = torch.zeros(1024, device="cuda")
     stream = torch.cuda.Stream()
@@ -61,6 +65,8 @@ def graph_us(calls: list[Callable[[], object]], *, millisecond_budget: float = 1
             call()
         once = _elapsed_us(calls[0], stream)
         rounds = max(1, min(50, int(1000 * millisecond_budget / once / len(calls))))
+        if not spaced:
+            return _replays_us(calls * rounds, repeats, stream) / rounds / len(calls)
         both = _replays_us([one for call in calls for one in (lambda: spacer.add_(1), call)] * rounds, repeats, stream)
         alone = _replays_us([lambda: spacer.add_(1)] * 200, repeats, stream) / 200
     return both / rounds / len(calls) - alone
@@ -87,9 +93,12 @@ def _replays_us(calls: list[Callable[[], object]], repeats: int, stream: torch.c
 
 def measure(case: Case) -> Row:
     """Time a case and compare it with its reference."""
-    # Products draw the power limit within a tenth of a second, and clocks fall: this is the rate of a short run.
-    time.sleep(0.3)
-    us = graph_us(case.calls, millisecond_budget=3 if case.flops / PEAK_FLOPS > case.moved / PEAK_BYTES else 12)
+    products = case.flops / PEAK_FLOPS > case.moved / PEAK_BYTES
+    if (
+        products
+    ):  # they draw the power limit within a tenth of a second, and clocks fall: this is the rate of a short run
+        time.sleep(0.3)
+    us = graph_us(case.calls, spaced=case.spaced, millisecond_budget=3 if products else 12)
     tb_s, tflop_s = case.moved / us / 1e6, case.flops / us / 1e6
     percent = 100 * max(tb_s * 1e12 / PEAK_BYTES, tflop_s * 1e12 / PEAK_FLOPS)
     error = case.error() if case.error else None

@@ -33,7 +33,7 @@ from kernel_timing import PEAK_BYTES, PEAK_FLOPS, Case, Row, graph_us, measure
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-PARTS = {"attention": "kernels_attention"}
+PARTS = {"attention": "kernels_attention", "dense": "kernels_dense", "sampling": "kernels_sampling"}
 
 
 def wanted(expression: str, case: Case) -> bool:
@@ -72,7 +72,7 @@ def tune(part, case: Case) -> list[tuple[float, dict]]:
         try:
             time.sleep(0.05)
             with part.using(use):
-                tried.append((graph_us(case.calls, millisecond_budget=3, repeats=3), use))
+                tried.append((graph_us(case.calls, spaced=case.spaced, millisecond_budget=3, repeats=3), use))
         except Exception as error:  # out of shared memory, mostly
             print(f"  {case.kernel} {case.shape} {use}: {str(error)[:80]}")
     return sorted(tried, key=lambda one: one[0])

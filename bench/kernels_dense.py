@@ -127,7 +127,7 @@ def _cases_of(model: str, role: Role, tokens: int, weights: list[torch.Tensor]) 
     norm, residual = torch.ones(role.inputs, dtype=torch.bfloat16), torch.randn(1, role.outputs, dtype=torch.bfloat16)
     given = {"moved": role.moved, "flops": 2 * tokens * role.inputs * role.rows}
     shape = f"{model} {role.name} {role.inputs} x {role.rows}, {tokens} tokens"
-    tags = {"role": role, "tokens": tokens, "spaced": False}
+    tags = {"role": role, "tokens": tokens}
     plain = [torch_call(role, x, weight) for weight in weights]
     if tokens == 1:
         calls, options = (
@@ -138,15 +138,15 @@ def _cases_of(model: str, role: Role, tokens: int, weights: list[torch.Tensor]) 
         def error() -> float:
             return difference(calls[0](), gemv_reference(x, weights[0], **options))
 
-        yield Case("gemv", shape, calls, error=error, tags=tags, **given)
+        yield Case("gemv", shape, calls, error=error, tags=tags, spaced=False, **given)
     else:
         calls = [skinny_call(role, x, weight) for weight in weights]
 
         def error() -> float:
             return difference(calls[0]().sum(0) if role.residual else calls[0](), plain[0]())
 
-        yield Case("skinny_gemm", shape, calls, error=error, tags=tags, **given)
-    yield Case("torch", shape, plain, tags={"spaced": False}, **given)
+        yield Case("skinny_gemm", shape, calls, error=error, tags=tags, spaced=False, **given)
+    yield Case("torch", shape, plain, spaced=False, **given)
 
 
 def _chains(name: str, model: Model) -> Iterator[Case]:
@@ -181,7 +181,7 @@ def _chains(name: str, model: Model) -> Iterator[Case]:
             f"{name}, {tokens} tokens",
             [one_token if tokens == 1 else more],
             moved=moved,
-            tags={"spaced": False},
+            spaced=False,
         )
 
 

@@ -58,9 +58,10 @@ def _edits(batch: int) -> Iterator[Case]:
     def full(x: float) -> torch.Tensor:
         return torch.full((batch,), x)
 
+    counts = torch.zeros(batch, V, dtype=torch.int32)
     length, prompt = slots * 0 + 1500, slots * 0 + 500
     for name, repetition in (("no row asks", 1.0), ("1500 tokens", 1.1)):
-        given = (logits, tokens, slots, prompt, length, full(repetition), full(0.0), full(0.0))
+        given = (logits, tokens, slots, prompt, length, full(repetition), full(0.0), full(0.0), counts)
         yield Case("penalties", f"{name}, {batch} rows", [lambda g=given: penalties(*g)], moved=4 * 1500 * batch)
     masks = torch.randint(-(2**31), 2**31 - 1, (batch, V // 32), dtype=torch.int32)
     yield Case("token_mask", f"{batch} rows", [lambda: token_mask(logits, masks, slots)], moved=2.125 * V * batch)

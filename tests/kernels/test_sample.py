@@ -165,6 +165,20 @@ def test_filters_are_found_on_the_way(device, dtype, vocab, spread):
     assert torch.equal(tokens, sample(*given_, filters=filters)[0])
 
 
+def test_filters_of_a_row_with_few_possible_tokens(device):
+    """A grammar leaves 3 tokens of 9000, fewer than k: each is drawn, and by the same numbers as without the filter."""
+    logits = torch.full((40, 9000), -INF, device=device)
+    logits[:, [5, 4100, 8999]] = 0.5
+    given_ = arguments(40, device=device)
+    filters = [torch.full((40,), x, device=device) for x in (20, 1.0, 0.0)]
+    filters[0] = filters[0].int()
+
+    tokens, bad = sample(logits, *given_, filters=tuple(filters))
+
+    assert not bad.any() and set(tokens.tolist()) == {5, 4100, 8999}
+    assert torch.equal(tokens, sample(logits, *given_)[0])
+
+
 def test_frequencies_follow_the_softmax():
     """Chi-square over 10 cells, 9 degrees of freedom: 33.7 is exceeded once in 10**4 runs; the seeds are fixed."""
     count, logits = 40_000, torch.tensor([0.0, 1, 2, 3, -1, -INF, 0.5, 2.5, 1.5, -3, 0.1])

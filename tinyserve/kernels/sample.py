@@ -199,27 +199,17 @@ def _draw_from_candidates(key_ptr, id_ptr, found, top, scale, bound, last_tie, u
 
 
 @triton.jit
-def _draw_from_row(row_ptr, V, top, scale, bound, last_tie, u, TILE: tl.constexpr):
-    """The token at u of the mass kept of a whole row, and that mass: a pass for the mass, and one up to the token."""
+def _draw_from_row(row_ptr, V, top, scale, bound, last_tie, u, TILES: tl.constexpr, TILE: tl.constexpr):
+    """The token at u of the mass kept of a whole row, and that mass: a pass over the row for the sums of its tiles."""
     lane = tl.arange(0, TILE)
-    total = 0.0
-    for start in range(0, V, TILE):
+    tile = tl.arange(0, TILES)
+    sums = tl.zeros((TILES,), tl.float32)
+    for start in tl.range(0, V, TILE, num_stages=4):
         logit = tl.load(row_ptr + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
         keep = (logit > float("-inf")) & _kept(logit, start + lane, bound, last_tie)
-        total += tl.sum(tl.where(keep, tl.exp((logit - top) * scale), 0.0), axis=0)
-    before = 0.0
-    token = 0
-    start = 0
-    while (start < V) & (before <= u * total):
-        logit = tl.load(row_ptr + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
-        keep = (logit > float("-inf")) & _kept(logit, start + lane, bound, last_tie)
-        weight = tl.where(keep, tl.exp((logit - top) * scale), 0.0)
-        mass = tl.sum(weight, axis=0)
-        at = _first_of(before + tl.cumsum(weight, axis=0) > u * total, weight > 0, lane)
-        token = tl.where(mass > 0, start + at, token)
-        before += mass
-        start += TILE
-    return token, total
+        mass = tl.sum(tl.where(keep, tl.exp((logit - top) * scale), 0.0), axis=0)
+        sums = tl.where(tile == start // TILE, mass, sums)
+    return _draw_from_tiles(row_ptr, sums, tile, top, scale, bound, last_tie, u, V, True, TILE), tl.sum(sums, axis=0)
 
 
 @triton.jit
@@ -289,7 +279,7 @@ def _pick_kernel(
                 elif found <= CANDIDATES:
                     token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, CANDIDATES)
                 else:
-                    token, total = _draw_from_row(row_ptr, V, top, scale, border, tie, u, TILE)
+                    token, total = _draw_from_row(row_ptr, V, top, scale, border, tie, u, TILES, TILE)
             else:
                 token = _draw_from_tiles(row_ptr, sums, tile, top, scale, 0.0, 0, u, V, False, TILE)
         else:
@@ -363,7 +353,7 @@ def _launch(rows, bounds, outputs, *, given: bool, search: bool) -> None:
     tops, sums = (logits.new_empty(L, tiles, dtype=torch.float32) for _ in range(2))
     peaks = logits.new_empty(L, tiles * (TILE // UNDER), dtype=torch.float32) if search else tops
     scratch = scratch_for(logits, L) if search else positions
-    options = choose("sample", logits, {"num_warps": 4, "pick_warps": 16 if search else 4}, vocab=V)
+    options = choose("sample", logits, {"num_warps": 4, "pick_warps": 8}, vocab=V)
     switch = {"FILTER": given, "SEARCH": search, "TILE": TILE} | overlap(logits)
     _tile_kernel[(L, tiles)](
         logits, temperature, *bounds, tops, sums, peaks, V, logits.stride(0), UNDER=UNDER,

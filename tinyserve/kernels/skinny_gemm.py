@@ -92,7 +92,7 @@ def _skinny_gemm_kernel(
     lane = tl.arange(0, BLOCK_K)
     x_row = x_ptr + token[:, None].to(tl.int64) * x_stride
     weight_row = weight_ptr + read[:, None].to(tl.int64) * K
-    up_row = weight_row + N.to(tl.int64) * K
+    up_row = weight_ptr + (read[:, None].to(tl.int64) + N) * K
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if SWAP else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total_up = total
     for start in tl.range(first, first + share, BLOCK_K, num_stages=STAGES):

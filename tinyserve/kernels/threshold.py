@@ -147,7 +147,7 @@ def _bracket(
 def _pass(row_ptr, V, pivot, top, scale, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
     """Tokens of the row, or their mass if WEIGH, with key >= pivot."""
     amount = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=4):
         ids = start + tl.arange(0, BLOCK)
         logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
         weight = tl.exp((logit - top) * scale) if WEIGH else 1.0
@@ -192,7 +192,7 @@ def _narrow(row_ptr, V, low, high, above, target, top, scale, BLOCK: tl.constexp
         pivots = value_of(high) - (value_of(high) - bottom) * (place + 1).to(tl.float32) / PIVOTS
     keys = tl.minimum(tl.maximum(ordered_key(pivots), low), high)
     mass = tl.zeros((PIVOTS, BLOCK), tl.float32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=4):
         ids = start + tl.arange(0, BLOCK)
         logit = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
         weight = tl.where(ids < V, tl.exp((logit - top) * scale), 0.0)
@@ -207,11 +207,11 @@ def _narrow(row_ptr, V, low, high, above, target, top, scale, BLOCK: tl.constexp
 
 
 @triton.jit
-def _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES: tl.constexpr):
+def _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr):
     """Keys and ids of the tokens with low <= key < high, by id, to scratch; how many there are, of which some fit."""
     found = 0
-    for start in range(0, V, CANDIDATES):
-        ids = start + tl.arange(0, CANDIDATES)
+    for start in tl.range(0, V, BLOCK, num_stages=4):
+        ids = start + tl.arange(0, BLOCK)
         key = ordered_key(tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32))
         take = ((ids < V) & (key >= low) & (key < high)).to(tl.int32)
         to = found + tl.cumsum(take, axis=0) - 1
@@ -223,19 +223,34 @@ def _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES: tl.constex
 
 
 @triton.jit
-def _bound(keys, peak, count, low, high, top, top_k, top_p, total, scale):
+def _bound(keys, peak, count, low, high, top, top_k, top_p, total, scale, GROUPS: tl.constexpr):
     """A key that is at most the border, from the peaks of the row, and whether they hold one.
 
-    With top-k or min-p, all that is kept is at or above the key; with top-p alone, p of the mass is.
+    With top-k or min-p, all that is kept is at or above the key; with top-p alone, p of the mass is. The peaks of
+    groups of peaks are asked first: they are so few that each can be compared with each.
     """
     least = tl.zeros_like(low) + KEY_OF_NOTHING
+    tops = tl.max(tl.reshape(peak, [GROUPS, peak.shape[0] // GROUPS]), axis=1)
+    top_keys = ordered_key(tops)
+    above = top_keys[None, :] >= top_keys[:, None]
+    groups = count * GROUPS // peak.shape[0]
     if (top_k > 0) & (top_k <= count):
-        low = tl.maximum(low, search_block(keys, (keys > LEAST).to(tl.float32), least, high, top_k.to(tl.float32)))
+        kth = least
+        if 3 * top_k <= 2 * groups:
+            enough = tl.sum(above.to(tl.int32), axis=1) >= top_k
+            kth = tl.max(tl.where(enough, top_keys, LEAST), axis=0)
+        else:
+            kth = search_block(keys, (keys > LEAST).to(tl.float32), least, high, top_k.to(tl.float32))
+        low = tl.maximum(low, tl.maximum(kth, least + 1))  # fewer than k tokens that are possible: all of these
     elif (top_k <= 0) & (low <= least) & (top_p < 1):
-        mass = tl.where(keys > least, tl.exp((peak - top) * scale), 0.0)
         wanted = top_p * total * 1.00001  # sums in another order may differ by this much
-        if tl.sum(mass, axis=0) >= wanted:
-            low = search_block(keys, mass, least, high, wanted)
+        mass = tl.where(top_keys > least, tl.exp((tops - top) * scale), 0.0)
+        enough = tl.sum(tl.where(above, mass[None, :], 0.0), axis=1) >= wanted
+        low = tl.maximum(low, tl.max(tl.where(enough, top_keys, LEAST), axis=0))
+        if low <= least:
+            masses = tl.where(keys > least, tl.exp((peak - top) * scale), 0.0)
+            if tl.sum(masses, axis=0) >= wanted:
+                low = search_block(keys, masses, least, high, wanted)
     return low, low > least
 
 
@@ -305,10 +320,10 @@ def _over_row(
         found = CANDIDATES + 1
         passes = 0
         while (found > CANDIDATES) & (passes < NARROWINGS):
-            low, high, above = _narrow(row_ptr, V, low, high, above, target, top, scale, CANDIDATES // 2)
+            low, high, above = _narrow(row_ptr, V, low, high, above, target, top, scale, BLOCK // 2)
             passes += 1
             if passes > 2:
-                found = _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES)
+                found = _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES, BLOCK)
         if found <= CANDIDATES:
             low, place = _among_many(
                 key_ptr, found, low, high, top, top_k * 0, top_p, above, total, scale, False, CANDIDATES
@@ -350,7 +365,7 @@ def border_of_row(
     key_ptr = scratch_ptr + PEAKS
     id_ptr = key_ptr + CANDIDATES
     peak, keys = load_peaks(peaks_ptr, count, PEAKS)
-    bound, certain = _bound(keys, peak, count, low, high, top, top_k, top_p, total, scale)
+    bound, certain = _bound(keys, peak, count, low, high, top, top_k, top_p, total, scale, FEW)
     found = CANDIDATES + 1
     if certain:
         found = copy_candidates(
@@ -368,6 +383,9 @@ def border_of_row(
         low, last_tie = _over_row(
             row_ptr, key_ptr, id_ptr, V, low, high, top, top_k, top_p, total, scale, limited, CANDIDATES, BLOCK
         )  # fmt: skip
+    if (top_k > found) & (found <= CANDIDATES) & (top_p >= 1) & (drop == float("-inf")):
+        low = tl.zeros_like(low) + KEY_OF_NOTHING  # every possible token was found, and all are kept
+        last_tie = V - 1
     return value_of(low), last_tie, found
 
 
@@ -472,6 +490,6 @@ def threshold(
         _threshold_kernel[(L,)](
             logits, temperature, top_k, top_p, min_p, peaks, mass, scratch_for(logits, L), out, last_tie,
             V, logits.stride(0), tiles, TILES=next_power_of_2(tiles), PER_TILE=TILE // UNDER, FEW=FEW, BLOCK=4096,
-            num_warps=16, **search_sizes(V), **overlap(logits),
+            num_warps=8, **search_sizes(V), **overlap(logits),
         )  # fmt: skip
     return out, last_tie

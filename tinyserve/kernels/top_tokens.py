@@ -26,7 +26,7 @@ MAX_K = 64  # more alternatives than this are sorted by torch; the kernel's time
 TILE = 4096  # ids of a program of stage 1
 UNDER = 128  # ids under one peak
 CANDIDATES = 2048  # tokens of a row that fit the registers of a program
-GROUP = 16  # peaks whose ids are copied at a time
+GROUP = 32  # peaks whose ids are copied at a time
 LEAST = tl.constexpr(-0x80000000)  # below every key
 KEY_OF_NOTHING = tl.constexpr(-0x7F800001)  # the key of -inf
 
@@ -218,7 +218,7 @@ def _top_kernel(
 
 def search_sizes(V: int) -> dict[str, int]:
     """The sizes that stage 2 is compiled for; scratch of a row is PEAKS + 2 CANDIDATES numbers."""
-    peaks = next_power_of_2(cdiv(V, TILE) * (TILE // UNDER))
+    peaks = max(next_power_of_2(cdiv(V, TILE) * (TILE // UNDER)), 128)  # threshold.py makes 128 groups of them
     return {"PEAKS": peaks, "UNDER": UNDER, "GROUP": GROUP, "CANDIDATES": CANDIDATES}
 
 
