@@ -22,6 +22,7 @@ _HOMES = {
     "BeamSearchParams": ".request",
     "RepetitionDetectionParams": ".request",
     "RequestOutputKind": ".request",
+    "StructuredOutputsParams": ".structured",
     "Request": ".request",
     "Output": ".request",
     "FinishReason": ".request",

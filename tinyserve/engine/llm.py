@@ -21,9 +21,12 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from attrs import evolve
+
 from ..config import DEFAULT_MODEL, build
 from ..errors import RequestError, TinyserveError
 from ..request import BeamSearchParams, RequestOutputKind, SamplingParams
+from ..structured import StructuredOutputsParams
 from .engine import Engine
 from .intake import Call, Prepared
 from .outputs import BeamSearchOutput, RequestOutput, collect
@@ -132,6 +135,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or many prompts; results come in the order of the prompts.
 
@@ -141,6 +145,7 @@ class LLM:
             use_tqdm: show a progress bar; or what makes one.
             priority: one for all, or one for each; lower runs first.
             tokenization_kwargs: add_special_tokens, truncate_prompt_tokens.
+            structured_outputs: the form of every answer, instead of what sampling_params say of it.
         Raises: RequestError: a prompt is wrong; nothing was run then. EngineDead.
         """
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
@@ -149,9 +154,15 @@ class LLM:
             raise RequestError(
                 f"tokenization_kwargs does not know {sorted(unknown)[0]!r}.", param="tokenization_kwargs"
             )
-        listed = prompt_list(prompts)
+        listed, form = prompt_list(prompts), StructuredOutputsParams.of(structured_outputs)
+
+        def formed(sampling: SamplingParams | None) -> SamplingParams | None:
+            if form is None:
+                return sampling
+            return evolve(sampling or self.get_default_sampling_params(), structured_outputs=form)
+
         calls = [
-            Call(prompt=prompt, sampling=sampling, priority=rank, **(tokenization_kwargs or {}))
+            Call(prompt=prompt, sampling=formed(sampling), priority=rank, **(tokenization_kwargs or {}))
             for prompt, sampling, rank in zip(
                 listed,
                 _one_each(sampling_params, len(listed), "sampling_params"),

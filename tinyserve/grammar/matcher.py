@@ -179,7 +179,8 @@ class Matcher:
         gate, numbers = self._gate, self._numbers
         before = gate.state if gate else None, numbers.state if numbers else None
         data = words.bytes[token] if token < len(words.bytes) else b""
-        to_grammar = self._match is not None and (gate is None or not gate.takes(token, data))
+        thought = gate is not None and gate.takes(token, data)
+        to_grammar = self._match is not None and not thought
         self._log.append((*before, to_grammar))
         if not to_grammar:
             return

@@ -110,9 +110,9 @@ def step(calls):
     return f"<｜tool_calls_begin｜>{inner}<｜tool_calls_end｜>"
 
 
-def deepseek(pattern):
+def deepseek(pattern, join="\n"):
     def write(calls):
-        inner = "\n".join(pattern.format(name, dumped(arguments)) for name, arguments in calls)
+        inner = join.join(pattern.format(name, dumped(arguments)) for name, arguments in calls)
         return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
     return write
@@ -267,7 +267,7 @@ FORMATS = [
     ),
     Format(
         name="deepseek_v31",
-        calls=deepseek("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        calls=deepseek("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>", ""),
         broken="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>oslo",
         literal="The <｜tool▁calls▁begin｜> mark.",
         thought=THINK,

@@ -1,0 +1,50 @@
+"""A forced call is written as the family writes calls: the grammar takes exactly that."""
+
+import pytest
+
+from tests.text.parsers.formats import FORMATS, TOOLS
+from tinyserve.server.tools import plan_tools
+from tinyserve.text.parsers import registry
+
+from .harness import GRAMMARS, ids
+
+LISTED = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in TOOLS.items()
+]
+
+
+def written(form):
+    family = next(family for family in registry.FAMILIES if family.name == form.name)
+    return registry.Parsing(tools=family).written if family.written else None
+
+
+def takes(grammar, text):
+    match = GRAMMARS.compiled(grammar.constraint()).result(20).deep_copy()
+    tokens = ids(text)
+    return match.try_consume_tokens(tokens) == len(tokens) and match.is_accepting()
+
+
+FORMS = {form.name: form for form in FORMATS if written(form) and form.name != "llama4_json"}  # as llama3_json
+FORMS["mistral"] = next(form for form in FORMATS if form.name == "mistral" and "[ARGS]" in form.broken)
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_required_and_strict(name):
+    """One call and two are taken, a text or a wrong argument is not; with auto and strict, text is taken as well."""
+    form = FORMS[name]
+    good = [("get_weather", {"city": "Oslo", "days": 2})]
+    two = [*good, ("now", {})]
+    wrong = [("get_weather", {"city": 5})]
+    numbered = name in ("kimi_k2", "cohere")  # every call has the number 0; the server gives ids of its own
+    if numbered:
+        two = good
+    required = plan_tools(LISTED, "required").grammar(written(form))
+    assert takes(required, form.calls(good)) and takes(required, form.calls(two))
+    assert not takes(required, form.calls(wrong)) and not takes(required, "Hello.")
+    one = plan_tools(LISTED, "required", parallel=False).grammar(written(form))
+    assert takes(one, form.calls(good)) and (numbered or not takes(one, form.calls(two)))
+    if written(form).trigger:
+        strict = plan_tools(LISTED, "auto").grammar(written(form))
+        assert takes(strict, "Hello. " + form.calls(good)) and takes(strict, "Hello.")
+        assert not takes(strict, form.calls(wrong))

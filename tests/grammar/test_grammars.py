@@ -1,0 +1,155 @@
+"""What each kind of grammar takes and refuses; how compiling is bounded, shared and waited for."""
+
+import pytest
+
+from tests.scripted import END_THINK, EOS, THINK
+from tinyserve.errors import RequestError
+from tinyserve.structured import Constraint, StructuredOutputsParams, Thought
+
+from .harness import GRAMMARS, allowed, ids, matcher, takes
+
+NUMBERS = {"type": "array", "items": {"type": "integer"}}
+TAG = {
+    "structures": [
+        {"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"},
+        {"begin": "<g>", "schema": {}, "end": ""},
+    ],
+    "triggers": ["<f", "<g>"],
+}
+CASES = [
+    ({"regex": "a+b?"}, ["a", "aaab"], ["", "b", "abb", "ba"]),
+    ({"choice": ["yes", "no", 'a "b"\n']}, ["yes", "no", 'a "b"\n'], ["", "ye", "yesno"]),
+    ({"grammar": 'start: "x" digits\ndigits: /[0-9]+/'}, ["x1", "x23"], ["x", "1", "x1y"]),
+    ({"grammar": 'root ::= "a" tail*\ntail ::= "b" | [0-9]'}, ["a", "ab1"], ["", "b", "ac"]),
+    ({"json_object": True}, ["{}", '{"a": [1, null]}'], ["[]", "1", ""]),
+    ({"json": {**NUMBERS, "maxItems": 2}}, ["[]", "[1, 2]"], ["[1,2,3]", "[1.5]"]),
+    ({"json": '{"const": "é"}'}, ['"é"'], ['"e"']),
+    ({"json": True}, ["1", '{"a":[]}'], ["a"]),
+    ({"structural_tag": TAG}, ["free", "x <f>1</f> y <g>{}"], ["<f>3</f>", "<f>1 "]),
+    (
+        {"structural_tag": {"format": {"type": "sequence", "elements": [
+            {"type": "const_string", "value": "say "},
+            {"type": "tags_with_separator", "separator": ",", "at_least_one": True, "tags": [
+                {"begin": "(", "content": {"type": "regex", "pattern": "[a-c]+"}, "end": ")"}]},
+        ]}}},
+        ["say (a)", "say (a),(bc)"], ["say ", "(a)", "say (a)(b)"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "good", "bad"), CASES)
+def test_what_a_grammar_takes(form, good, bad):
+    assert [takes(text, **form) for text in good] == [True] * len(good)
+    assert [takes(text, **form) for text in bad] == [False] * len(bad)
+
+
+def test_blanks_and_digits_are_bounded():
+    """One space, or a line break and at most 16 blanks; a number of at most 40 digits, a string of any length."""
+    form = {"json": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}}}
+    assert takes('{ "a": 1,\n  "b": "" }', **form)
+    assert not takes('{  "a": 1}', **form) and not takes('{\n\n"a": 1}', **form)
+    assert takes('{"a": ' + "1" * 40 + "}", **form) and not takes('{"a": ' + "1" * 41 + "}", **form)
+    assert takes('{"a": 0.' + "1" * 40 + "}", **form) and not takes('{"a": 0.' + "1" * 41 + "}", **form)
+    assert takes('{"b": "' + "1" * 90 + '"}', **form)
+    assert takes('{"a": 1}', disable_any_whitespace=True, **form)
+    assert not takes('{ "a": 1}', disable_any_whitespace=True, **form)
+    closed = {"json": {"type": "object", "properties": {"a": {}}}}
+    assert takes('{"z": 1}', **closed) and not takes('{"z": 1}', disable_additional_properties=True, **closed)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "(?=x)"}, {"json": {"type": "object", "uniqueItems": True}}, {"json": "{"}, {"grammar": "start: a"},
+        {"json": {"enum": []}}, {"json": {"type": 5}}, {"structural_tag": {"format": {"type": "nope"}}},
+        {"regex": "a" * 300000},
+        {"structural_tag": {"structures": [{"begin": "<f>"}], "triggers": ["<g"]}}, {"structural_tag": "{"},
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_by_its_field(form):
+    with pytest.raises(RequestError) as caught:
+        GRAMMARS.compiled(StructuredOutputsParams(**form, source="field").constraint()).result(20)
+    assert caught.value.param == "field"
+
+
+def test_deep_schemas_are_refused():
+    schema = {"type": "string"}
+    for _ in range(70):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="64 levels"):
+        GRAMMARS.compiled(StructuredOutputsParams(json=schema).constraint()).result(20)
+
+
+def test_equal_grammars_are_compiled_once():
+    one = StructuredOutputsParams(json={"enum": [1]}).constraint()
+    other = StructuredOutputsParams(json={"enum": [1]}).constraint()
+    assert GRAMMARS.compiled(one) is GRAMMARS.compiled(other)
+    compact = StructuredOutputsParams(json={"enum": [1]}, disable_any_whitespace=True).constraint()
+    assert GRAMMARS.compiled(compact) is not GRAMMARS.compiled(one)
+
+
+def test_the_end_comes_only_where_the_grammar_may_end():
+    match = matcher(regex="ab*", stop=(99,), min_tokens=3)
+    assert allowed(match) == {97}
+    match.advance(97)
+    assert allowed(match) == {98}, "an end before min_tokens"
+    for token in (98, 98):
+        match.advance(token)
+    assert allowed(match) == {98, 99, EOS}
+    short = matcher(regex="a", min_tokens=5)
+    short.advance(97)
+    assert allowed(short) == {EOS}, "nothing else can come"
+
+
+def test_rollback_takes_tokens_back():
+    """Also digits of a number and the place in a thought."""
+    match = matcher(json=NUMBERS, thought=Thought(begin="<think>", ends=("</think>",)))
+    script = [THINK, *ids("hm"), END_THINK, *ids("[" + "1" * 40)]
+    seen = []
+    for token in script:
+        seen.append(allowed(match))
+        match.advance(token)
+    last = allowed(match)
+    assert 49 not in last and 44 in last
+    for back in (1, 5, len(script)):
+        match.rollback(back)
+        assert allowed(match) == seen[len(script) - back]
+        for token in script[len(script) - back :]:
+            match.advance(token)
+        assert allowed(match) == last
+
+
+def test_a_thought_is_free_and_the_answer_is_not():
+    """The model may think first or not; a prompt may have opened the thought."""
+    thought = Thought(begin="<think>", ends=("</think>",))
+    match = matcher(regex="a", thought=thought)
+    assert allowed(match) == {97, THINK}
+    match.advance(THINK)
+    assert len(allowed(match)) > 250
+    for token in [*ids("so a "), END_THINK]:
+        match.advance(token)
+    assert allowed(match) == {97}
+    straight = matcher(regex="a", thought=thought)
+    straight.advance(97)
+    assert allowed(straight) == {EOS}
+    opened = matcher(regex="a", thought=Thought(begin="<think>", ends=("</think>",), opened=True))
+    assert len(allowed(opened)) > 250
+    for token in ids("hm</thi"):
+        opened.advance(token)
+    opened.advance(ids("n")[0])
+    for token in ids("k>"):
+        opened.advance(token)
+    assert allowed(opened) == {97}, "an end mark in pieces"
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_thought_ends_with_its_budget(opened):
+    """After 3 tokens the end mark is forced, then the answer goes on."""
+    thought = Thought(begin="<think>", ends=("</think>",), opened=opened, budget=3)
+    for match in (matcher(regex="a", thought=thought), matcher(constraint=Constraint(kind="thought", thought=thought))):
+        for token in ([] if opened else [THINK]) + ids("abc"):
+            assert token in allowed(match)
+            match.advance(token)
+        assert allowed(match) == {END_THINK}
+        match.advance(END_THINK)
+        assert 97 in allowed(match)
