@@ -41,6 +41,7 @@ from .launch import cdiv, check_attention, choose, next_power_of_2, overlap, sta
 # Queries that the reference handles at once when it has to write scores down (window, soft-cap or sinks).
 CHUNK = 512
 MANY = 1 << 20  # queries of a long prompt
+FEW = 17  # a tile is made for at least so many: fewer are `attention_verify`'s, and one variant less to compile
 # Devices whose programs may take this much shared memory (sm_90, sm_100) have a TMA unit that wins.
 TMA_SHARED = 200 * 1024
 
@@ -335,7 +336,7 @@ def attention_prefill(
     check_ragged("attention_prefill", tensors, scale, block_tables, query_start, seq_lens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
-        options = _options(q, k_cache, MANY if batch_invariant else max_query_len)
+        options = _options(q, k_cache, MANY if batch_invariant else max(max_query_len, FEW))
         caches = (k_cache, v_cache, *_boxes(k_cache, v_cache, options))
         where = (block_tables, query_start, seq_lens)
         factors = base_2(scale, softcap)

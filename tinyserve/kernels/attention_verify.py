@@ -16,9 +16,16 @@ import torch
 from .attention_decode import attend_parts, base_2, part_options
 from .attention_merge import make_cut
 from .attention_prefill import attention_prefill_reference, check_ragged
-from .launch import next_power_of_2, use_kernel
+from .launch import use_kernel
 
-MOST_QUERIES = 16
+MOST_QUERIES, FEW_QUERIES = 16, 4  # the two sizes that are compiled
+MOST_SEQUENCES = 32
+
+
+def is_short(max_query_len: int, sequences: int) -> bool:
+    """Whether this kernel, not `attention_prefill`, is for so many queries of so many sequences: where keys would not
+    fill the device otherwise. (And more sequences would be more variants to compile before a server is ready.)"""
+    return max_query_len <= MOST_QUERIES and sequences <= MOST_SEQUENCES
 
 
 def attention_verify_reference(
@@ -54,8 +61,7 @@ def attention_verify(
     """Attend with up to MOST_QUERIES new tokens of each sequence, whose keys and values are in the cache already.
 
     Args:
-        max_query_len: at least every query length, at most MOST_QUERIES. It is part of the compiled kernel, rounded up
-            to a power of two, or with batch_invariant to MOST_QUERIES. Of a longer sequence only so many rows are
+        max_query_len: at least every query length, at most MOST_QUERIES. Of a longer sequence only so many rows are
             written.
         others: as for `attention_prefill`; `batch_invariant` as for `attention_decode`.
 
@@ -77,7 +83,7 @@ def attention_verify(
         raise ValueError(f"attention_verify: max_query_len is {max_query_len}; 1 to {MOST_QUERIES} are possible")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
-        queries = MOST_QUERIES if batch_invariant else max(next_power_of_2(max_query_len), 2)
+        queries = FEW_QUERIES if max_query_len <= FEW_QUERIES and not batch_invariant else MOST_QUERIES
         options = part_options("attention_verify", q, k_cache, len(seq_lens), queries)
         sizes = {"invariant": batch_invariant, "window": window, "queries": queries}
         cut = make_cut(len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS"), **sizes)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModel
 from ..kernels.attention_decode import attention_decode
 from ..kernels.attention_prefill import attention_prefill
-from ..kernels.attention_verify import MOST_QUERIES, attention_verify
+from ..kernels.attention_verify import attention_verify, is_short
 from ..kernels.launch import once
 from ..kernels.rope import qk_norm_rope_write
 from ..kv.groups import LayerKV
@@ -212,7 +212,7 @@ class Attention(nn.Module):
             attention_decode(*one_token, max_seq_len=step.max_seq_len, out=out[:decodes], **options)
         # query_start counts from the first row of q, so the prefills are addressed where they stand.
         rest = (q, cache.k, cache.v, tables[decodes:], step.query_start, lengths[decodes:])
-        several = attention_verify if step.max_query_len <= MOST_QUERIES else attention_prefill
+        several = attention_verify if is_short(step.max_query_len, step.num_seqs - decodes) else attention_prefill
         return several(*rest, max_query_len=step.max_query_len, out=out, **options)
 
     def _pieces(self, batch: Batch) -> Pieces:
