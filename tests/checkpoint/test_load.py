@@ -234,3 +234,10 @@ def test_rows_that_heads_cannot_share_are_refused():
 
     with pytest.raises(CheckpointError, match="has 10 rows, which 4 heads"):
         stored_tensors(file, 4, 2)
+
+
+def test_pickles_are_refused_with_the_way_to_convert_them(folder):
+    """A .bin file is not opened, though it lies there alone; the message holds a command."""
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle.*python -c.*save_pretrained"):
+        open_model(folder)

@@ -19,6 +19,7 @@ from ..errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
@@ -66,8 +67,20 @@ def files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise CheckpointError(f"{folder}: no *.safetensors files.")
+        raise CheckpointError(f"{folder}: no *.safetensors files.{pickled(folder)}")
     return found
+
+
+def pickled(folder: Path) -> str:
+    """Return what to say about the pickle files of a folder: why they are not read, and the way out; "" without any."""
+    found = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if not found:
+        return ""
+    return (
+        f" {found[0]} is a pickle, which may run any code when it is opened, so it is not. If you trust it, convert it: "
+        f'python -c \'from transformers import AutoModelForCausalLM as M; M.from_pretrained("{folder}")'
+        f'.save_pretrained("{folder}")\''
+    )
 
 
 def open_safetensors(folder: Path) -> dict[str, SafetensorsTensor]:

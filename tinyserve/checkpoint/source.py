@@ -180,7 +180,12 @@ def _in_folder(name: str, kind: str, folder: Path, load_format: str, quant: str 
         raise CheckpointError(f"{name}: several GGUF files, name one: {', '.join(str(path) for path in files)}")
     if kind == "folder" and (folder / "config.json").is_file():
         return Source(name, kind, folder)  # tokenizer and config only: enough for dummy weights
-    hint = f" For a GGUF file of the repository name its type: {name}:Q4_K_M." if kind == "hub" else ""
+    hint = (
+        f" For a GGUF file of the repository name its type: {name}:Q4_K_M. Pickles (*.bin, *.pt) are not fetched, as they "
+        "may run any code: convert them with transformers' save_pretrained."
+        if kind == "hub"
+        else ""
+    )
     raise CheckpointError(f"{name}: {folder} holds neither *.safetensors nor a *.gguf file.{hint}")
 
 

@@ -75,7 +75,7 @@ class ModelConfig:
         Raises: CheckpointError: a key is missing or the sizes contradict each other.
         """
         check_quantization(hf)
-        heads, hidden = hf.get("num_attention_heads", "n_head"), hf.get("hidden_size", "n_embd")
+        heads, hidden = hf.get("num_attention_heads", "n_head"), hf.get("hidden_size", "n_embd", "n_embed")
         kv_heads = hf.get("num_key_value_heads", default=heads)
         head_dim = hf.get("head_dim", default=None) or hidden // heads
         if heads % kv_heads or min(heads, kv_heads, head_dim) <= 0:
@@ -233,7 +233,7 @@ def rope_spec(
     for reader in (hf, rope):
         reader.get("original_max_position_embeddings", default=None)  # may stand in both, and beside kinds without it
     outer = hf.get("rope_theta", "rotary_emb_base", default=theta)
-    outer_part = hf.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=partial)
+    outer_part = hf.get("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent", default=partial)
     kind = rope.get("rope_type", "type", default="default")
     kind = SPELLINGS.get(kind, kind) if isinstance(kind, str) else kind
     read: Callable[[HF, HF], dict[str, Any]] | None = _SPECS.get(kind)

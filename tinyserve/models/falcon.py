@@ -83,6 +83,7 @@ def build(hf: HF) -> Decoder:
     c = ModelConfig.from_hf(hf, tied=True, eps=1e-5, inner="ffn_hidden_size")
     c = evolve(c, num_kv_heads=key_value_heads(hf, c.num_heads))
     kind = activation(hf, "activation", "gelu")
+    hf.expect("apply_residual_connection_post_layernorm", False)
     bias = hf.get("bias", default=False)
     made = block(hf)
     position = Rope(rope_spec(hf, c.head_dim))

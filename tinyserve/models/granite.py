@@ -20,7 +20,7 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
 from . import llama
-from .config import HF, ModelConfig, activation, rope_spec
+from .config import HF, ModelConfig, activation, architecture, rope_spec
 from .decoder import Decoder
 
 WEIGHTS = llama.WEIGHTS
@@ -70,7 +70,7 @@ def factors(hf: HF, c: ModelConfig) -> Factors:
 
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
-    c = ModelConfig.from_hf(hf)
+    c = ModelConfig.from_hf(hf, tied=architecture(hf) == "MiniCPMForCausalLM")
     kind = activation(hf)
     factor = factors(hf, c)
     bias, mlp_bias = hf.get("attention_bias", default=False), hf.get("mlp_bias", default=False)

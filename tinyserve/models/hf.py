@@ -24,6 +24,8 @@ HARMLESS_WORDS = """
     attn_pdrop emb_pdrop residual_dropout embedding_dropout classifier_dropout dropout activation_dropout layerdrop
     init_std summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout prefix
     gradient_checkpointing skip_bias_add use_flash_attn _flash_attn_2_enabled attention_softmax_in_fp32 n_ctx
+    bias_dropout_fusion masked_softmax_fusion add_classification_head class_num dense_list im_end_id im_newline_id
+    im_start_id mask_init_id org_vocab_size pad_id pool_type cla_share_factor text_end_id text_start_id
     scale_attention_softmax_in_fp32 eod_token_id sep_id mask_token_id _remove_final_layer_norm attn_implementation
     router_aux_loss_coef router_jitter_noise input_jitter_noise output_router_logits aux_loss_alpha seq_aux ep_size
     num_nextn_predict_layers
@@ -36,7 +38,8 @@ LENGTH_KEYS = (
 # Largest values that can be meant: what is above them is a damaged file, and would fill the memory instead of failing.
 SIZES = {
     "vocab_size": 2**26, "head_dim": 2**14,
-    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim", "sliding_window", "dim_model_base"), 2**20),
+    **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "word_embed_proj_dim", "dim_model_base"), 2**20),
+    "sliding_window": 2**31 - 1,
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 2**22),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "no_rope_layer_interval", "sliding_window_pattern"), 2**12),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv"), 2**14),

@@ -30,6 +30,7 @@ def build(hf: HF) -> Decoder:
     kind = activation(hf)
     hf.expect("use_qk_norm", True)
     hf.expect("use_cla", False)
+    hf.expect("norm_type", "rms")
     hf.expect("mlp_bias", False)
     bias = hf.get("attention_bias", default=False)
     rope = Rope(rope_spec(hf, c.head_dim), before_norm=True)

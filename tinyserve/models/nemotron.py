@@ -26,6 +26,7 @@ def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf, eps=1e-5)
     kind = activation(hf, default="relu2")
+    hf.expect("kv_channels", c.head_dim)
     bias, mlp_bias = hf.get("attention_bias", default=False), hf.get("mlp_bias", default=False)
     nemotron = c.architecture == "NemotronForCausalLM"
     rope = Rope(rope_spec(hf, c.head_dim, partial=0.5 if nemotron else 1.0))

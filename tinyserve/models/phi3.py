@@ -28,8 +28,10 @@ def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf, eps=1e-5)
     kind = activation(hf)
-    for key in ("attention_bias", "mlp_bias"):
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         hf.expect(key, False)
+    for key in ("full_attn_mod", "interpolate_factor"):
+        hf.expect(key, 1)
     window = windows(hf, [SLIDING] * c.num_layers)
     rope = Rope(rope_spec(hf, c.head_dim))
     norm = partial(RMSNorm, eps=c.norm_eps)

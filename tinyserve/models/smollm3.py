@@ -39,7 +39,7 @@ def build(hf: HF) -> Decoder:
             kinds = [FULL if turn else SLIDING for turn in turns]
         window = windows(hf, kinds)
     else:
-        hf.get("sliding_window", default=None)
+        hf.read.update(("sliding_window", "max_window_layers"))
         window = [None] * c.num_layers
     rope = Rope(rope_spec(hf, c.head_dim, theta=2e6))
     norm = partial(RMSNorm, eps=c.norm_eps)
