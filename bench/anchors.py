@@ -61,6 +61,10 @@ def _small(**values):
     return Row(model="qwen3-0.6b", **values)
 
 
+def _30b(**values):
+    return Row(model="qwen3-30b-a3b", **values)
+
+
 ROWS = {
     "W2b": _small(batch=1, prompt=128, out=256, unit="ms/token", floor=0.29, peer=2.30, must=0.85, ttft=8.0),
     "W2": _small(
@@ -78,6 +82,9 @@ ROWS = {
     "W1c": _8b(batch=512, prompt=512, out=256, unit="tok/s", floor=17000, peer=9787, must=10300),
     "W1d": _8b(batch=32, prompt=4096, out=1, unit="prompt tok/s", floor=52500, peer=40780, must=36000),
     "W1e": _8b(batch=8, prompt=32000, out=64, unit="ms/token", floor=11.3, peer=13.5, must=13.2),
+    "W3a": _30b(batch=1, prompt=128, out=128, unit="ms/token", floor=1.43, peer=4.11, must=2.9, ttft=12.8),
+    "W3b": _30b(batch=64, prompt=512, out=128, unit="ms/token", floor=14.5, peer=18.1, must=18.0),
+    "W3c": _30b(batch=256, prompt=512, out=128, unit="tok/s", floor=9900, peer=6837, must=6900),
 }
 
 

@@ -23,7 +23,7 @@ class Served:
     cached: list[int]
 
 
-def serve(model, prompts, *, blocks, block_size=8, max_model_len=128, chunk=12):
+def serve(model, prompts, *, blocks, block_size=8, max_model_len=96, chunk=12):
     """COUNT greedy tokens of each prompt through chunks, a prefix cache and a pool too small for all at once.
 
     The last prompt is sent when the others are done, so that it finds the beginning that it shares with them.

@@ -13,6 +13,7 @@ from tests.models.serving import serve
 from tests.moe_configs import CONFIGS
 from tinyserve.checkpoint.source import resolve
 from tinyserve.kv.groups import group_layers
+from tinyserve.layers import moe
 from tinyserve.models.registry import as_saved, family, load_model
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
@@ -65,14 +66,18 @@ def test_logits_equal_transformers(name, checkpoint, caplog):
 
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
-def test_triton_kernels_give_the_same_logits(name, checkpoint):
-    """Every op by its interpreted Triton kernel: a prefill, then a decode beside the rest of a prompt, within 1e-4."""
+def test_triton_kernels_give_the_same_logits(name, checkpoint, monkeypatch):
+    """Every op by its interpreted Triton kernel: a prefill, then a decode beside the rest of a prompt, within 1e-4.
+
+    Slots are sorted in the first step and not in the second.
+    """
+    monkeypatch.setattr(moe, "MOST_SLOTS", 16)
     folder = checkpoint(name)
-    long, short = oracles.prompt(41), oracles.prompt(8, seed=1)
+    long, short = oracles.prompt(17), oracles.prompt(8, seed=1)
     with interpreting(), nan_outputs():
         paged = Paged(open_model(folder), block_size=16)
         rows = paged.add(long), paged.add(short)
-        steps = [paged.step(dict(zip(rows, counts, strict=True))) for counts in ((33, 7), (8, 1))]
+        steps = [paged.step(dict(zip(rows, counts, strict=True))) for counts in ((13, 7), (4, 1))]
 
     for row, tokens in zip(rows, (long, short), strict=True):
         actual = torch.cat([step[row] for step in steps])
@@ -81,17 +86,17 @@ def test_triton_kernels_give_the_same_logits(name, checkpoint):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_64_greedy_tokens_through_the_engine_equal_transformers(name, checkpoint):
-    """Chunks of 12 tokens, 21 blocks of 8 positions for three sequences of up to 85, a shared beginning of 16 found.
+    """Chunks of 12 tokens, 14 blocks of 8 positions for two sequences of up to 85, a shared beginning of 16 found.
 
     A window or chunk needs fewer blocks; and what it has given back may be overwritten before it can be found.
     """
     folder = checkpoint(name)
     first = oracles.prompt(21)
-    prompts = [first, oracles.prompt(8, seed=1), oracles.prompt(19, seed=2), first[:17] + oracles.prompt(3, seed=3)]
+    prompts = [first, oracles.prompt(8, seed=1), first[:17] + oracles.prompt(3, seed=3)]
     model = open_model(folder)
     groups = group_layers(model.kv_layers())
 
-    served = serve(model, prompts, blocks=1 + sum(21 if group.reach is None else 6 for group in groups))
+    served = serve(model, prompts, blocks=1 + sum(14 if group.reach is None else 5 for group in groups))
 
     assert served.ids == [oracles.reference_greedy(folder, tokens, 64) for tokens in prompts]
     assert served.preemptions > 0
@@ -100,7 +105,7 @@ def test_64_greedy_tokens_through_the_engine_equal_transformers(name, checkpoint
 
 @pytest.mark.parametrize("name, needle, first", [("mixtral-window", 0, 13), ("llama4-chunks", 6, 8)])
 @pytest.mark.parametrize(
-    "kernels, counts", [(False, (1,) * 21), (True, (15, 5, 1))], ids=["references", "interpreted kernels"]
+    "kernels, counts", [(False, (1,) * 15), (True, (9, 5, 1))], ids=["references", "interpreted kernels"]
 )
 def test_a_needle_outside_what_is_seen_has_no_influence(name, needle, first, kernels, counts, checkpoint):
     """Windows of 5 in 3 layers reach 12 positions back; chunks of 8 end at 8. From there on logits are bit-equal.
@@ -110,7 +115,7 @@ def test_a_needle_outside_what_is_seen_has_no_influence(name, needle, first, ker
     model = open_model(checkpoint(name))
     found = []
     for token in (5, 6):
-        tokens = oracles.prompt(21)
+        tokens = oracles.prompt(15)
         tokens[needle] = token
         with interpreting() if kernels else nullcontext():
             paged = Paged(model, block_size=8)

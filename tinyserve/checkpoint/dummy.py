@@ -28,6 +28,12 @@ def pool(seed: int) -> Tensor:
     return torch.randn(POOL, generator=torch.Generator().manual_seed(seed))
 
 
+@cache
+def scaled(seed: int, mean: float, spread: float, dtype: torch.dtype) -> Tensor:
+    """Return the pool twice in a row, as numbers of this mean and spread: a model of experts asks thousands of times."""
+    return (pool(seed) * spread + mean).to(dtype).repeat(2)
+
+
 @frozen(eq=False)
 class Noise:
     """One tensor of noise (a `Stored` of quant/format.py). Args: mean, spread: of the normal numbers."""
@@ -47,8 +53,8 @@ class Noise:
         """Return the numbers; see Stored."""
         count = prod(self.shape)
         start = zlib.crc32(self.name.encode()) % POOL
-        numbers = (pool(self.seed) * self.spread + self.mean).to(dtype).roll(-start)
-        return numbers.repeat(-(-count // POOL))[:count].view(self.shape)
+        numbers = scaled(self.seed, self.mean, self.spread, dtype)[start : start + POOL]
+        return (numbers if count <= POOL else numbers.repeat(-(-count // POOL)))[:count].view(self.shape)
 
     def blocks(self) -> Tensor:
         """Noise has no GGUF blocks. Raises: CheckpointError: always."""

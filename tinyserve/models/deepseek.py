@@ -51,7 +51,7 @@ WEIGHTS = llama.WEIGHTS | EXPERTS | SHARED | ATTENTION
 
 def sigmoid_routing(hf: HF) -> Routing:
     """Return the routing of V3 and of the families that took it over: sigmoid scores, a correction bias, groups."""
-    hf.expect("scoring_func", "sigmoid")
+    hf.expect("scoring_func", "sigmoid", "noaux_tc")
     hf.expect("topk_method", "noaux_tc")
     experts = hf.get("n_routed_experts", "num_experts", "num_local_experts")
     return Routing(

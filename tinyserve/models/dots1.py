@@ -38,6 +38,8 @@ def build(hf: HF) -> Decoder:
     c = ModelConfig.from_hf(hf)
     kind = activation(hf)
     hf.get("use_sliding_window", default=None)  # says what layer_types and max_window_layers say
+    hf.expect("moe_layer_freq", 1)
+    hf.expect("qk_norm", True)
     bias = hf.get("attention_bias", default=False)
     dense = hf.get("first_k_dense_replace", default=0)
     window = windows(hf, kinds_of_layers(hf, c.num_layers), 4096)

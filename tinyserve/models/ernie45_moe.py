@@ -38,7 +38,10 @@ def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf, tied=True, eps=1e-5)
     kind = activation(hf)
-    hf.get("moe_norm_min", default=None)  # a guard against dividing by zero; the router has one
+    for key in ("moe_norm_min", "moe_capacity"):  # a guard against dividing by zero; limits of the training
+        hf.get(key, default=None)
+    hf.expect("moe_gate", "topk")
+    hf.expect("moe_use_aux_free", True)
     bias = hf.get("use_bias", default=False)
     sparse = is_sparse(hf, c.num_layers)
     inner, shared = hf.get("moe_intermediate_size"), hf.get("moe_num_shared_experts", default=0)

@@ -1,0 +1,92 @@
+"""Latent attention (MLA) as DeepSeek-V2-Lite (16 heads) and V3 (128 heads) run it: 512 + 64 numbers a position."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from kernel_timing import Case, options_replaced
+
+from tinyserve.kernels import attention_latent as latent
+from tinyserve.kernels import latent_write as write
+from tinyserve.layers.rope import RopeSpec, table
+
+C, P, NOPE, PAGE, SCALE = 512, 64, 128, 64, 192**-0.5
+POSITIONS = 16 * 65536  # of the cache, 1.2 GB
+SHAPES = {
+    "1 x 4k": [4096],
+    "1 x 64k": [65536],
+    "32 x 4k": [4096] * 32,
+    "128 x 1k": [1024] * 128,
+    "16 x 8k": [8192] * 16,
+}
+
+
+def distance(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.float() - expected.float()).norm() / expected.float().norm())
+
+
+def decode_case(cache: torch.Tensor, heads: int, shape: str, lengths: list[int]) -> Case:
+    tokens, width = len(lengths), -(-max(lengths) // PAGE)
+    q = torch.empty(tokens, heads, C + P, dtype=torch.bfloat16).normal_()
+    lens, rows = torch.tensor(lengths, dtype=torch.int32), torch.arange(tokens, dtype=torch.int32)
+    used = tokens * width
+    sets = max(1, min(8, (cache.shape[0] - 1) // used))
+    order = torch.randperm(cache.shape[0] - 1, device=None).to(torch.int32) + 1
+    tables = [order[number * used : (number + 1) * used].view(tokens, width) for number in range(sets)]
+    options = {"scale": SCALE, "max_seq_len": max(lengths)}
+
+    def call(tables):
+        return lambda: latent.attention_latent(q[..., :C], q[..., C:], cache, tables, rows, lens, **options)
+
+    def error():
+        few = (q[:2, :, :C], q[:2, :, C:], cache, tables[0], rows[:2], lens[:2])
+        return distance(latent.attention_latent(*few, **options), latent.attention_latent_reference(*few, **options))
+
+    total = sum(lengths)
+    calls = [call(one) for one in tables]
+    return Case(
+        "attention_latent", f"{heads} heads, {shape}", calls, total * (C + P) * 2, 2 * heads * total * (2 * C + P),
+        error, {"heads": heads},
+    )  # fmt: skip
+
+
+def write_case(heads: int, tokens: int) -> Case:
+    q = torch.empty(tokens, heads, NOPE + P, dtype=torch.bfloat16).normal_()
+    kv = torch.empty(tokens, C + P, dtype=torch.bfloat16).normal_()
+    places = torch.arange(tokens, dtype=torch.int32)
+    cos_sin = table(RopeSpec(dim=P), 8192).to(q.device)
+    cache = torch.zeros(tokens // PAGE + 1, 1, PAGE, C + P, dtype=torch.bfloat16)
+
+    def call():
+        return write.latent_write(q, kv, places, cos_sin, kv[0, :C], cache, places.long())
+
+    return Case("latent_write", f"{heads} heads, {tokens} tokens", [call], 3 * kv.nbytes + 2 * tokens * heads * P * 2)
+
+
+def cases() -> Iterator[Case]:
+    cache = torch.empty(POSITIONS // PAGE, 1, PAGE, C + P, dtype=torch.bfloat16).normal_()
+    for heads in (16, 128):
+        for shape, lengths in SHAPES.items():
+            yield decode_case(cache, heads, shape, lengths)
+        for tokens in (1, 32, 4096):
+            yield write_case(heads, tokens)
+
+
+def variants(case: Case) -> Iterator[dict]:
+    """What to try for a case."""
+    if case.kernel != "attention_latent":
+        return
+    rows = (16,) if case.tags["heads"] == 16 else (16, 32, 64)
+    for row in rows:
+        for tile, stages in ((64, 2), (64, 3), (32, 2), (32, 3), (32, 4), (16, 4)):
+            for warps in (4, 8):
+                yield {"ROWS": row, "TILE": tile, "STAGES": stages, "num_warps": warps}
+
+
+@contextlib.contextmanager
+def using(use: dict) -> Iterator[None]:
+    """Let the launchers take these options."""
+    with options_replaced([latent, write], use) if use else contextlib.nullcontext():
+        yield
