@@ -30,7 +30,7 @@ def pool(seed: int) -> Tensor:
 
 @cache
 def scaled(seed: int, mean: float, spread: float, dtype: torch.dtype) -> Tensor:
-    """Return the pool twice in a row, as numbers of this mean and spread: a model of experts asks thousands of times."""
+    """Return the pool twice in a row, as numbers of this mean and spread; a model of experts asks 10,000 times."""
     return (pool(seed) * spread + mean).to(dtype).repeat(2)
 
 
