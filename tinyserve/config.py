@@ -11,6 +11,7 @@ Before: options.py (how a declaration is read).  After: every subsystem, which t
 """
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -323,6 +324,11 @@ def prepare_cpu_environment(cpu_threads: int | None = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time; threads only warn after a fork
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads or max(1, cores - 1)))
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton takes for the launchers of its kernels: $CC, else the usual ones."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def client_api_key() -> str | None:

@@ -128,6 +128,11 @@ class Device:
         if self._api:
             self._api.synchronize(self.index)
 
+    def select(self) -> None:
+        """Make this the current device of the calling thread, for good."""
+        if self._api:
+            self._api.set_device(self.index)
+
     def use(self) -> contextlib.AbstractContextManager[Any]:
         """Make this the current device inside a `with`; needed on every thread that launches."""
         return self._api.device(self.index) if self._api else contextlib.nullcontext()

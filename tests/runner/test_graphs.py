@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.scripted import VOCAB, ScriptModel
-from tinyserve.device import Device
+from tinyserve.device import Device, Memory
 from tinyserve.runner.graphs import MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
 from tinyserve.runner.runner import Limits, Runner
-from tinyserve.runner.warmup import warm_up
+from tinyserve.runner.warmup import graph_bytes, warm_up
 from tinyserve.sampling.sampler import Sampler
 from tinyserve.step import RowParams, SeqSlice, SlotOpening, StepInput
 
@@ -154,3 +154,51 @@ def test_sizes_cover_every_batch_with_little_padding(most):
     assert sizes[-1] == most and sizes == sorted(set(sizes))
     assert all(min(size for size in sizes if size >= seqs) <= max(16, 1.5 * seqs) for seqs in range(1, most + 1))
     assert set(first_sizes(sizes)) <= set(sizes)
+
+
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(make, caplog):
+    """The second graph fails: one warning, no further attempt, and steps still give their tokens."""
+
+    class Once(Recorder):
+        left = 1
+
+        def record(self, work, pool):
+            if not self.left:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.left -= 1
+            return super().record(work, pool)
+
+    runner = make(Recorded(Once(), WANTED))
+    warm_up(runner)
+
+    assert not runner.improve()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "capturing" in caplog.text
+    opened = (SlotOpening(0, 2, (5, 6), RowParams(temperature=0.0)),)
+    output = runner.launch(StepInput(step_id=1, opened=opened, slices=(SeqSlice(0, 0, 2),))).landing.result(10)
+    assert len(output.slices[0].tokens) == 1 and not output.slices[0].bad
+
+
+def test_the_memory_of_all_graphs_is_told_by_two(make):
+    """Free bytes 1000, after the largest graph 700, after the smallest 690: 300 + 10 for each of the 7."""
+
+    class Shrinking(Recorder):
+        free, taken = 1000, 0
+
+        def record(self, work, pool):
+            self.taken = 10 if self.taken else 300
+            self.free -= self.taken
+            return super().record(work, pool)
+
+        def memory(self):
+            return Memory(self.free, 2000)
+
+        def release_unused(self): ...
+
+    recorder = Shrinking()
+    runner = make(Recorded(recorder, WANTED))
+    runner.device, device = recorder, runner.device
+    recorder.use, recorder.is_cpu = device.use, True
+
+    assert graph_bytes(runner) == 300 + 7 * 10
+    assert runner.graphs.next() is not None
+    runner.device = device

@@ -17,7 +17,8 @@ from typing import Any
 
 from attrs import asdict, define
 
-from ..config import CacheOptions, EngineConfig
+from ..config import CacheOptions, EngineConfig, c_compiler
+from ..errors import ConfigError
 from .parts import Parts, Phases
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
+    _check_compiler(device)
     config = config.resolve(device.kind, device.memory().total_bytes)
     options = config.scheduler
     layers = parts.model.kv_layers()
@@ -132,6 +134,14 @@ def _words(parts: Parts) -> dict[str, Any]:
     ends = parts.eos_ids | parts.extra_eos_ids
     grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, Workers("tinyserve-grammar", THREADS))
     return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"))}
+
+
+def _check_compiler(device: Any) -> None:
+    """Raises: ConfigError: this is a GPU, and there is no C compiler for Triton's launchers."""
+    if not device.is_cpu and c_compiler() is None:
+        raise ConfigError(
+            "No C compiler was found; Triton needs one to launch kernels on a GPU. Install gcc or clang, or set CC."
+        )
 
 
 def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> Any:

@@ -114,12 +114,20 @@ class _NotCompiled:
     def run(self, *_: Any) -> None: ...
 
 
-def compile_together(variants: Iterable[Variant], threads: int) -> int:
-    """Compile variants on so many threads, or read them from Triton's cache on disk. Returns how many there were."""
+def compile_together(variants: Iterable[Variant], threads: int, select: Callable[[], None] | None = None) -> int:
+    """Compile variants on so many threads, or read them from Triton's cache on disk.
+
+    Args: select: makes the device that of a thread; the kernels are then loaded on it too, for which Triton builds a
+        little module in C for every signature. None: that is left to the first launch.
+    Returns: how many variants there were.
+    """
     distinct = dict.fromkeys(variants)
-    with ThreadPoolExecutor(threads, "compile") as pool, triton.AsyncCompileMode(pool):
-        for variant in distinct:
-            variant.kernel.preload(variant.data)
+    with ThreadPoolExecutor(threads, "compile", select) as pool:
+        with triton.AsyncCompileMode(pool):
+            kernels = [variant.kernel.preload(variant.data) for variant in distinct]
+        if select is not None:
+            for _ in pool.map(lambda kernel: kernel.run, kernels):
+                pass
     return len(distinct)
 
 

@@ -189,6 +189,7 @@ class Recorded:
         self._early = len(self._missing) - wanted.early()  # left when a start may end
         self._pool = device.graph_pool()
         self._graphs: dict[Shape, tuple[Any, Computed]] = {}
+        self._gave_up = False
         self._fits: dict[Shape, Shape] = {}  # what `fit` found since the last recording
 
     def fit(self, shape: Shape) -> Shape:
@@ -224,14 +225,16 @@ class Recorded:
         return self._wanted.shapes()
 
     def reset(self) -> int:
-        """Free the graphs, and their memory; all shapes are to be recorded again."""
+        """Free the graphs, and their memory; all shapes are to be recorded again, unless that was given up."""
+        gave_up = self._gave_up
         self.close()
-        self._missing = self._wanted.shapes()
+        self._missing = [] if gave_up else self._wanted.shapes()
         self._pool = self._device.graph_pool()
         return len(self._missing)
 
     def give_up(self) -> None:
         """Record no more."""
+        self._gave_up = True
         self._missing.clear()
 
     def next(self, *, early: bool = False) -> Shape | None:
@@ -240,7 +243,8 @@ class Recorded:
 
     def record(self, shape: Shape, compute: Callable[[], Computed]) -> None:
         """Record compute(), which works on this shape's buffers. It is run once before, to load what it needs."""
-        self._missing.remove(shape)
+        if shape in self._missing:
+            self._missing.remove(shape)
         compute()
         graph, computed = self._device.record(compute, self._pool)
         logits = None if computed.logits is None else borrowed(computed.logits)

@@ -127,14 +127,9 @@ class Runner:
     def improve(self) -> bool:
         """Record one more graph, if one is wanted; for when there is nothing to do. Returns whether it did."""
         shape = None if self._closed else self.graphs.next()
-        if shape is None:
-            return False
-        try:
+        if shape is not None:
             self.record(shape)
-        except torch.OutOfMemoryError:
-            _log.warning("no memory for more device graphs; steps that have none run slower")
-            self.graphs.give_up()
-        return True
+        return shape is not None
 
     def close(self) -> None:
         """Wait for the steps under way, then free the device's memory. Safe to call twice."""
@@ -148,10 +143,17 @@ class Runner:
 
     @torch.inference_mode()
     def record(self, shape: Shape) -> None:
-        """Make the graph of a shape, over sequences of padding. No step may be under way."""
+        """Make the graph of a shape, over sequences of padding. No step may be under way.
+
+        If it cannot be made (no memory, or a model that waits for the device inside a step), no more are tried.
+        """
         with self.device.use():
             batch = self._padding(shape)
-            self.graphs.record(shape, lambda: self._compute(batch, filters=True))
+            try:
+                self.graphs.record(shape, lambda: self._compute(batch, filters=True))
+            except RuntimeError as error:
+                _log.warning("no more device graphs, so steps without one run slower: %s: %s", shape, error)
+                self.graphs.give_up()
             self.batches.follow()
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ Before: runner.py.  After: engine/assemble.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ EDITED = RowParams(
     temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
     repetition_penalty=1.1, min_tokens=2, bias=((1, 1.0),), masked=(0,), bad_words=((0, 1),), allowed=(0, 1, 2),
 )  # fmt: skip
+PENALISED = evolve(EDITED, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 REPORTED = tuple(
     evolve(params, logprobs=count, prompt_logprobs=count, logprob_ids=(0, 1))
     for params, count in ((GREEDY, 0), (GREEDY, 1), (EDITED, 5), (EDITED, 20))
@@ -39,7 +41,7 @@ def rehearse(runner: Runner) -> None:
     limits = runner.limits
     share, rest = divmod(limits.max_tokens, limits.max_seqs)
     counts = [min(share + (seq < rest), limits.max_model_len) for seq in range(limits.max_seqs)]
-    _steps(runner, [count for count in counts if count], RowParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=5))
+    _steps(runner, [count for count in counts if count], [RowParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=5)])
 
 
 def graph_bytes(runner: Runner) -> int:
@@ -61,21 +63,22 @@ def compile_kernels(runner: Runner, threads: int) -> int:
     """Compile what the steps below need, all at once; returns how many variants of kernels there were."""
     began = time.perf_counter()
     with noting() as variants:
-        rehearse(runner)
-        _all_kinds(runner)
-        for shape in runner.graphs.shapes() or [Shape(size, size, size) for size in _batches(runner)]:
-            runner.try_shape(shape)
-    runner.batches.follow()
+        every_step(runner)
     noted = time.perf_counter()
-    count = compile_together(variants, threads)
+    count = compile_together(variants, threads, runner.device.select)
     seconds = noted - began, time.perf_counter() - noted
     _log.info("kernels: %d variants named in %.1f s, compiled or read from the cache in %.1f s", count, *seconds)
     return count
 
 
-def _batches(runner: Runner) -> list[int]:
-    """Sizes of decode batches that may make kernels choose other tiles."""
-    return [size for size in decode_sizes(runner.limits.max_seqs) if size <= 1024]
+def every_step(runner: Runner) -> None:
+    """Launch a step of every kind that a kernel may be chosen by; what they compute is not looked at."""
+    rehearse(runner)
+    _all_kinds(runner)
+    decodes = [Shape(size, size, size) for size in decode_sizes(runner.limits.max_seqs)]
+    for shape in runner.graphs.shapes() or decodes:
+        runner.try_shape(shape)
+    runner.batches.follow()
 
 
 def warm_up(runner: Runner) -> None:
@@ -86,7 +89,7 @@ def warm_up(runner: Runner) -> None:
         ([2] * few, EDITED),
         ([2] * min(few, 3), REPORTED[-1]),
     ):
-        _steps(runner, counts, params, decodes=1)
+        _steps(runner, counts, [params], decodes=1)
     while (shape := runner.graphs.next(early=True)) is not None:
         runner.record(shape)
     runner.device.synchronize()
@@ -96,20 +99,25 @@ def _all_kinds(runner: Runner) -> None:
     """A step of every kind: prompts of lengths that make kernels choose other tiles, batches, mixtures, samplers."""
     limits = runner.limits
     longest = min(limits.max_tokens, limits.max_model_len - 2)
-    shapes = [([count], GREEDY) for count in (1, 2, 3, 5, 9, 16, 17, 33, 65, 255, longest)]
-    shapes += [([2] * count, GREEDY) for count in (2, 3, 16, 17)]
-    shapes += [([1, *rest], GREEDY) for rest in ([2], [15, 16], [17] * 16)]
-    shapes += [([2] * count, EDITED) for count in (1, 3, 16)]
-    shapes += [([2] * 3, params) for params in REPORTED]
-    for counts, params in shapes:
+    crowds = sorted({min(count, limits.max_seqs) for count in (2, 8, 33, 64, 257)})
+    shapes = [([count], (GREEDY,)) for count in (1, 2, 3, 5, 9, 16, 17, 33, 65, 255, longest)]
+    shapes += [([length] * count, (GREEDY,)) for length in (2, 4, 8, 16) for count in crowds]
+    shapes += [([1, *rest], (GREEDY,)) for rest in ([2], [15, 16], [17] * 16)]
+    shapes += [([2] * count, (kind,)) for kind in (EDITED, PENALISED) for count in (1, 3, 16)]
+    shapes += [([2] * 4, kinds) for kind in REPORTED for kinds in ((kind,), (kind, GREEDY))]
+    for counts, kinds in shapes:
         if len(counts) <= limits.max_seqs and sum(counts) <= longest:
-            _steps(runner, counts, params, decodes=int(max(counts) <= 2))
+            _steps(runner, counts, kinds, decodes=int(max(counts) <= 2))
 
 
-def _steps(runner: Runner, counts: Sequence[int], params: RowParams, decodes: int = 0) -> None:
-    """One sequence of each count computed together, a few decode steps of them, and their rows closed again."""
+def _steps(runner: Runner, counts: Sequence[int], kinds: Sequence[RowParams], decodes: int = 0) -> None:
+    """One sequence of each count computed together, a few decode steps of them, and their rows closed again.
+
+    kinds: of the rows, one after the other, and again from the first.
+    """
     pieces = tuple(SeqSlice(slot, 0, count) for slot, count in enumerate(counts))
-    opened = tuple(SlotOpening(slot, count, (0,) * count, params) for slot, count in enumerate(counts))
+    rows = zip(counts, itertools.cycle(kinds), strict=False)
+    opened = tuple(SlotOpening(slot, count, (0,) * count, kind) for slot, (count, kind) in enumerate(rows))
     steps = [StepInput(step_id=0, opened=opened, slices=pieces)]
     for k in range(decodes):
         steps.append(StepInput(step_id=0, slices=tuple(SeqSlice(p.slot, p.count + k, 1) for p in pieces)))

@@ -1,0 +1,126 @@
+"""runner/warmup.py names every kernel that real steps launch, found out without a GPU.
+
+Launchers run as on an H200, with a driver that knows nothing but the target; `noting` writes down what would be
+compiled, and nothing is. What real steps need must have been named by the steps of the warm-up.
+"""
+
+import json
+import random
+from concurrent.futures import Future
+
+import pytest
+import torch
+from attrs import evolve
+from triton.runtime import driver
+
+from tests.engine.test_device_graphs import FAMILIES, SHAPE
+from tests.kernels.harness import TARGETS, CompileDriver, replaced
+from tinyserve.checkpoint.source import resolve
+from tinyserve.device import Device
+from tinyserve.kernels import launch
+from tinyserve.kv.groups import group_layers
+from tinyserve.kv.storage import allocate
+from tinyserve.models.registry import load_model
+from tinyserve.runner.graphs import Eager, Wanted
+from tinyserve.runner.runner import Limits, Runner
+from tinyserve.runner.warmup import every_step
+from tinyserve.sampling.sampler import Sampler
+from tinyserve.step import RowParams, SeqSlice, SlotOpening, StepInput
+
+pytestmark = pytest.mark.skipif(launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
+
+LIMITS = Limits(rows=102, max_seqs=100, max_tokens=1024, max_model_len=1200, block_size=64, groups=1, depth=2)
+KINDS = (
+    RowParams(temperature=0.0),
+    RowParams(temperature=1.0, seed=1),
+    RowParams(temperature=0.0, logprobs=3),
+    RowParams(temperature=0.6, top_k=20, top_p=0.95),
+    RowParams(temperature=0.0, repetition_penalty=1.2, bias=((3, 2.0),)),
+    RowParams(temperature=0.0, prompt_logprobs=1),
+    RowParams(temperature=1.0, min_p=0.1, min_tokens=3, masked=(2,), allowed=(1, 2, 3)),
+)
+
+
+class Inline:
+    """A worker that works at once: `noting` looks at its own thread only."""
+
+    def submit(self, work, *args):
+        done = Future()
+        done.set_result(work(*args))
+        return done
+
+    def close(self, **_):
+        pass
+
+
+class Padding(Eager):
+    """Says which shapes get graphs, and records none."""
+
+    def shapes(self):
+        return Wanted.usual(LIMITS.max_seqs, LIMITS.max_tokens).shapes()
+
+
+@pytest.fixture
+def h200():
+    goal = TARGETS["sm_90"]
+    facts = launch.facts(torch.device("cpu"))
+    facts = evolve(facts, name="NVIDIA H200", backend="cuda", shared=goal.shared, processors=132, overlaps=True)
+    with (
+        replaced(driver, _active=CompileDriver(goal.gpu)),
+        replaced(launch, CPU_RUNS_KERNELS=True, facts=lambda device: facts),
+    ):
+        yield
+
+
+def make(folder, family, graphs):
+    shape = SHAPE | FAMILIES[family] | {"num_hidden_layers": 1, "vocab_size": 5003, "head_dim": 128}
+    (folder / "config.json").write_text(json.dumps(shape))
+    source = resolve(str(folder), offline=True, progress=False, load_format="dummy")
+    cpu = torch.device("cpu")
+    model = load_model(source, dtype="bfloat16", device=cpu, load_format="dummy", seed=0)
+    layers = model.kv_layers()
+    groups = group_layers(layers)
+    model.bind(groups, allocate(groups, layers, 1, LIMITS.block_size, torch.bfloat16, cpu))
+    sampler = Sampler(LIMITS.rows, model.vocab_size, LIMITS.max_model_len, cpu)
+    runner = Runner(model, sampler, LIMITS, Device("cpu"), graphs)
+    runner._worker = Inline()
+    return runner
+
+
+def traffic():
+    """Prompts alone and in batches, whole and in chunks, with decodes beside them; all kinds of rows."""
+    draw = random.Random(0)
+    for kind in KINDS:
+        for lengths in ([1], [15], [16], [17], [255], [1000], [3] * 2, [5] * 3, [7, 12] * 4, [2] * 40, [10] * 100):
+            yield [(length, kind) for length in lengths]
+    for count in (1, 2, 3, 8, 31, 64, 100):
+        yield [(draw.choice((1, 2, 6, 14, 20)), draw.choice(KINDS)) for _ in range(count)]
+
+
+def run(runner, rows):
+    """All prompts in a step (the second half of a long one in another, beside a decode), then a decode."""
+    opened = tuple(SlotOpening(slot, length, (0,) * length, kind) for slot, (length, kind) in enumerate(rows))
+    first = [SeqSlice(s, 0, n if n < 8 else n // 2, (), n < 8) for s, (n, _) in enumerate(rows)]
+    second = [SeqSlice(p.slot, p.end, 1 if p.samples else rows[p.slot][0] - p.end) for p in first]
+    third = [SeqSlice(piece.slot, piece.end, 1) for piece in second]
+    closed = tuple(range(len(rows)))
+    for slices in (first, second, third):
+        runner.launch(StepInput(step_id=0, opened=opened, slices=tuple(slices)))
+        opened = ()
+    runner.launch(StepInput(step_id=0, closed=closed))
+
+
+@pytest.mark.parametrize("graphs", [Padding, Eager])
+def test_real_steps_need_no_kernel_that_the_warm_up_did_not_name(h200, tmp_path, graphs):
+    """About 84 batches of prompts of 1 to 1000 tokens: 0 variants are new."""
+    runner = make(tmp_path, "qwen3", graphs())
+    with launch.noting() as warm:
+        every_step(runner)
+    with launch.noting() as real:
+        for rows in traffic():
+            run(runner, rows)
+    runner.close()
+
+    new = {(variant.kernel.fn.__name__, variant.data) for variant in set(real) - set(warm)}
+    assert len(set(warm)) > 30
+    assert sorted(name for name, _ in new) == []
