@@ -76,7 +76,6 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
-    _check_compiler(device)
     config = config.resolve(device.kind, device.memory().total_bytes)
     options = config.scheduler
     layers = parts.model.kv_layers()
@@ -150,6 +149,7 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> Any
     from ..runner.runner import Limits, Runner
     from ..sampling.sampler import Sampler
 
+    _check_compiler(device)
     options, length = config.scheduler, parts.max_model_len
     rows = options.max_num_seqs + options.depth  # a row that ended is held until its last flight has landed
     mode = config.model.logprobs_mode
