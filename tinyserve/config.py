@@ -192,8 +192,6 @@ class EngineConfig:
              "--api-key is empty, which would let in whoever sends no key. Set it, or leave the option out."),
             (server.allow_credentials and "*" in server.allowed_origins,
              "--allow-credentials needs named --allowed-origins: '*' would let every web page act for its visitor."),
-            (self.runner.batch_invariant,
-             "--batch-invariant is not built yet: float32 on the CPU comes closest."),
             (self.model.quantization not in (None, "gguf"),
              f"--quantization {self.model.quantization} is not built yet: GGUF files are read as they are, and bf16 "
              "checkpoints are packed to 8 bits on a CPU by --dtype auto."),

@@ -11,8 +11,10 @@ from tests.kernels.harness import interpreting, nan_outputs
 from tests.models.batching import Paged
 from tests.models.serving import serve
 from tinyserve.checkpoint.source import resolve
+from tinyserve.errors import UnsupportedModel
 from tinyserve.kv.groups import group_layers
 from tinyserve.models.registry import load_model
+from tinyserve.quant import cpu_int8
 
 CLOSE = {"atol": 1e-4, "rtol": 0}  # of logits between 5 and 20; float32 noise is 1e-5
 LENGTHS = (37, 11)  # more than one window (4 to 6), more than llama3's and yarn's original length (32)
@@ -120,6 +122,22 @@ def greedy(paged, prompts, count):
         logits = paged.step(dict.fromkeys(rows, 1))
 
 
+def test_batch_invariant_logits_are_equal_to_the_bit(checkpoint):
+    """The row of one prompt, prefilled and decoded alone and beside two others: 0 bits apart."""
+    prompts, found = [oracles.prompt(4, seed=seed) for seed in range(3)], []
+    with interpreting():
+        for number in (1, 3):
+            model = open_model(checkpoint("qwen3"))
+            model.make_invariant()
+            paged = Paged(model, block_size=16)
+            rows = [paged.add(tokens) for tokens in prompts[:number]]
+            first = paged.step(dict.fromkeys(rows, 3))[rows[0]]
+            found.append(torch.cat([first, paged.step(dict.fromkeys(rows, 1))[rows[0]]]))
+
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], oracles.reference_logits(checkpoint("qwen3"), prompts[0]), **CLOSE)
+
+
 @pytest.mark.parametrize("kernels", [False, True], ids=["references", "interpreted kernels"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_64_greedy_tokens_equal_transformers(name, kernels, checkpoint):
@@ -158,3 +176,12 @@ def test_bfloat16_follows_float32(checkpoint):
     expected = oracles.reference_logits(folder, tokens)
 
     assert (actual - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_batch_invariance_is_refused_where_it_is_not_built(checkpoint):
+    """A quantised product: its name is in the message."""
+    model = open_model(checkpoint("llama"))
+    model.layers[1].mlp.down.format = cpu_int8.Int8()
+
+    with pytest.raises(UnsupportedModel, match=r"products of layers.1.mlp.down"):
+        model.make_invariant()

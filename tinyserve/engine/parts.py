@@ -104,6 +104,8 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         from ..text.tokenizer import Tokenizer
 
         device = Device.pick(config.model.device)
+        if config.runner.batch_invariant and device.is_cpu:
+            raise ConfigError("--batch-invariant needs a GPU; on a CPU, --dtype float32 comes closest.")
     with phases("files"):
         source = _resolve(config, config.model.model)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer)
@@ -135,6 +137,10 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             seed=config.model.seed,
             progress=progress,
         )
+        if config.runner.batch_invariant:
+            if not hasattr(model, "make_invariant"):
+                raise ConfigError("--batch-invariant is not built for models that run through transformers.")
+            model.make_invariant()
     return Parts(
         model=model,
         tokenizer=tokenizer,

@@ -76,7 +76,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     if out.numel() == 0:
         return out
     block = next_power_of_2(width)
-    options = choose("layer_norm", x, {"num_warps": row_warps(block)}, tokens=tokens, width=width)
+    options = choose("layer_norm", x, {"num_warps": row_warps(block)}, width=width)
     _layer_norm_kernel[(tokens,)](
         x,
         weight,

@@ -142,6 +142,7 @@ class Attention(nn.Module):
         # A norm after the rotation: the rotation keeps the length, so the kernel may normalise first, by weights of 1.
         # Both weights then go to q, as only the product of q and k counts.
         self.late_weight: Tensor | None = None
+        self.invariant = False  # whether a row's numbers must have the same bits in every batch
 
     def layer_kv(self) -> LayerKV:
         """What this layer keeps of each token."""
@@ -203,6 +204,8 @@ class Attention(nn.Module):
             options["alibi_slopes"] = rope.slopes
         if self.sinks is not None:
             options["sinks"] = self.sinks.value
+        if self.invariant:
+            options["batch_invariant"] = True
         if decodes == step.num_seqs:
             pages = (cache.k, cache.v, tables, lengths)
             return attention_decode(q, *pages, max_seq_len=step.max_seq_len, memo=batch.memo, **options)
@@ -212,7 +215,8 @@ class Attention(nn.Module):
             attention_decode(*one_token, max_seq_len=step.max_seq_len, out=out[:decodes], **options)
         # query_start counts from the first row of q, so the prefills are addressed where they stand.
         rest = (q, cache.k, cache.v, tables[decodes:], step.query_start, lengths[decodes:])
-        several = attention_verify if is_short(step.max_query_len, step.num_seqs - decodes) else attention_prefill
+        short = not self.invariant and is_short(step.max_query_len, step.num_seqs - decodes)
+        several = attention_verify if short else attention_prefill
         return several(*rest, max_query_len=step.max_query_len, out=out, **options)
 
     def _pieces(self, batch: Batch) -> Pieces:

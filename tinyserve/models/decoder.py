@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedModel
 from ..kv.groups import KVGroup, LayerKV
 from ..kv.storage import layer_view
 from ..layers.attention import Attention, Batch, LayerCache
@@ -21,6 +22,7 @@ from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rope import Alibi, Rope
+from ..quant.plain import Plain
 from .config import ModelConfig
 
 
@@ -92,6 +94,21 @@ class Decoder(nn.Module):
                 kind = attentions[layer].layer_kv()
                 attentions[layer].bind(LayerCache(layer_view(k, kind), layer_view(v, kind), group.index))
         settle(self)
+
+    def make_invariant(self) -> None:
+        """From now on a row's numbers have the same bits whatever shares its batch; on a GPU, and slower.
+
+        Raises: UnsupportedModel: it has products that cannot promise this: quantised ones, and those of experts.
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, Attention):
+                module.invariant = True
+            plain = isinstance(module, Linear) and type(module.format) is Plain
+            if plain:
+                module.format = Plain(invariant=True)
+            matrices = [one for one in module.parameters(recurse=False) if one.dim() > 1]
+            if matrices and not plain and not isinstance(module, Embedding):
+                raise UnsupportedModel(f"--batch-invariant is not built for the products of {name} yet.")
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the hidden state of each token after the last norm, [T, H]; writes the tokens' keys and values."""
