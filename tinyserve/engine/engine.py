@@ -357,7 +357,9 @@ class Engine:
         return self.machine.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def stats(self) -> Any:
-        """Numbers of the moment, from the scheduler."""
+        """Numbers of the moment, from the scheduler. Raises: EngineDead: the engine was closed."""
+        if self.machine.scheduler is None:
+            raise EngineDead("The engine was closed.")
         return self.machine.scheduler.stats()
 
     # ---- what callers ask about

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ..config import ServerOptions
 from ..errors import ConfigError
 from .app import create_app
 from .face import Service
+from .tls import Certificates
 
 HEADER_BYTES = 4 * 1024**2  # what is read before giving up; app.py refuses much less, with a body that says so
 KEEP_ALIVE = 5.0  # seconds
@@ -76,12 +78,16 @@ class Server:
         self.address = address_of(bound, service.config.server)
         self._bound = bound
         self._closing = asyncio.Event()
+        self._certificates = Certificates(service.config.server) if service.config.server.ssl_certfile else None
+        self._watch: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to answer, with 503 until `service.engine` is set."""
         self._bound.listen(BACKLOG)  # from here on clients may connect; they are answered a moment later
-        config = hypercorn_config(self.service.config.server, self._bound)
+        config = hypercorn_config(self.service.config.server, self._bound, self._certificates)
+        if self._certificates is not None:
+            self._watch = asyncio.create_task(self._certificates.watch(), name="tinyserve-tls")
         app = create_app(self.service)
         self._task = asyncio.create_task(
             hypercorn_serve(app, config, shutdown_trigger=self._closing.wait, mode="asgi"), name="tinyserve-http"
@@ -96,6 +102,8 @@ class Server:
             await self.service.engine.close(0.0)
         await self._until_idle(time.monotonic() + LAST_WORDS)
         self._closing.set()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=LAST_WORDS)
             self._task.cancel()
@@ -114,9 +122,20 @@ class Server:
         await asyncio.shield(self._task)
 
 
-def hypercorn_config(options: ServerOptions, bound: socket.socket) -> Config:
+class _Settings(Config):
+    """Hypercorn's, with a TLS context that can be given new certificates."""
+
+    certificates: Certificates | None = None
+
+    def create_ssl_context(self) -> ssl.SSLContext | None:
+        context = super().create_ssl_context()
+        return context if context is None else self.certificates.attach(context)
+
+
+def hypercorn_config(options: ServerOptions, bound: socket.socket, certificates: Certificates | None = None) -> Config:
     """Hypercorn's settings; it takes over the socket."""
-    config = Config()
+    config = _Settings()
+    config.certificates = certificates
     config.bind = [f"fd://{bound.detach()}"]
     config.root_path = options.root_path
     config.keep_alive_timeout = KEEP_ALIVE
@@ -128,8 +147,6 @@ def hypercorn_config(options: ServerOptions, bound: socket.socket) -> Config:
         config.certfile, config.keyfile = options.ssl_certfile, options.ssl_keyfile
         config.ca_certs = options.ssl_ca_certs
         if options.ssl_ca_certs:
-            import ssl
-
             config.verify_mode = ssl.CERT_REQUIRED
         if options.ssl_ciphers:
             config.ciphers = options.ssl_ciphers

@@ -1,0 +1,71 @@
+"""server/tls.py on a real socket. The keys in tests/data/tls are for tests only; nobody else uses or trusts them."""
+
+import asyncio
+import shutil
+import ssl
+from pathlib import Path
+
+import pytest
+
+from tinyserve.errors import ConfigError
+from tinyserve.server import tls
+from tinyserve.server.serve import Server, open_socket
+
+from .conftest import FakeEngine, service_of
+
+KEYS = Path(__file__).parent.parent / "data" / "tls"
+
+
+def install(number, folder, key=None):
+    shutil.copy(KEYS / f"cert{number}.pem", folder / "cert.pem")
+    shutil.copy(KEYS / f"key{key or number}.pem", folder / "key.pem")
+
+
+async def shown(port):
+    """The certificate that a new connection gets, and the answer to a request over it."""
+    context = ssl.create_default_context(cafile=KEYS / "cert1.pem")
+    context.load_verify_locations(KEYS / "cert2.pem")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+    found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    status = (await reader.read()).split()[1]
+    writer.close()
+    return found, status
+
+
+def binary(number):
+    return ssl.PEM_cert_to_DER_cert((KEYS / f"cert{number}.pem").read_text())
+
+
+def test_a_new_certificate_is_shown_without_a_restart(run, tmp_path, monkeypatch):
+    """The first, then one whose key does not fit (the first stays), then the second."""
+    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.05)
+
+    async def go():
+        install(1, tmp_path)
+        files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
+        service = service_of(FakeEngine(), port=0, **files)
+        server = Server(service, open_socket(service.config.server))
+        await server.start()
+        assert server.address.startswith("https://")
+        port = int(server.address.rsplit(":", 1)[1])
+        assert await shown(port) == (binary(1), b"200")
+        install(2, tmp_path, key=1)
+        await asyncio.sleep(0.3)
+        assert await shown(port) == (binary(1), b"200")
+        install(2, tmp_path)
+        await asyncio.sleep(0.3)
+        assert await shown(port) == (binary(2), b"200")
+        await server.stop()
+
+    run(go())
+
+
+def test_files_that_do_not_fit_are_refused_at_the_start(tmp_path):
+    install(1, tmp_path, key=2)
+    files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
+    with pytest.raises(ConfigError, match="ssl-certfile"):
+        tls.Certificates(service_of(None, **files).config.server)
+    (tmp_path / "key.pem").unlink()
+    with pytest.raises(ConfigError, match="ssl-certfile"):
+        tls.Certificates(service_of(None, **files).config.server)
