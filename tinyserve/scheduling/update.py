@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from attrs import frozen
 
-from ..request import FinishReason
+from ..errors import NumericsError, RequestError
+from ..request import FinishReason, Request
 from ..step import TokenLogprobs
 
 
@@ -49,3 +50,23 @@ class SchedulerStats:
     prefix_queries: int
     prefix_hits: int
     numerics_errors: int
+
+
+def nothing_to_choose(request: Request, place: int) -> Exception:
+    """Why output token `place` (from 1) cannot be chosen: the request forbids every token, or the model is at fault."""
+    sampling = request.sampling
+    limits = {
+        "structured_outputs": request.has_grammar,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_words": request.bad_words_ids,
+        "min_tokens": sampling.min_tokens,
+    }
+    if named := [name for name, value in limits.items() if value]:
+        return RequestError(
+            f"No token is left to choose as output token {place}: {', '.join(named)} of this request leave none "
+            "(or the model produced no numbers)."
+        )
+    return NumericsError(
+        f"The model produced numbers that are no probabilities (NaN or infinite) for output token {place} of this "
+        "request. Its cached blocks were discarded; other requests are not affected."
+    )

@@ -18,12 +18,12 @@ import ssl
 import time
 from pathlib import Path
 
-from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
 
 from ..config import ServerOptions
 from ..errors import ConfigError
 from .app import create_app
+from .connections import serve
 from .face import Service
 from .tls import Certificates
 
@@ -85,13 +85,11 @@ class Server:
     async def start(self) -> None:
         """Begin to answer, with 503 until `service.engine` is set."""
         self._bound.listen(BACKLOG)  # from here on clients may connect; they are answered a moment later
-        config = hypercorn_config(self.service.config.server, self._bound, self._certificates)
+        settings = hypercorn_config(self.service.config.server, self._certificates)
         if self._certificates is not None:
             self._watch = asyncio.create_task(self._certificates.watch(), name="tinyserve-tls")
-        app = create_app(self.service)
-        self._task = asyncio.create_task(
-            hypercorn_serve(app, config, shutdown_trigger=self._closing.wait, mode="asgi"), name="tinyserve-http"
-        )
+        serving = serve(create_app(self.service), settings, self._bound, self._closing)
+        self._task = asyncio.create_task(serving, name="tinyserve-http")
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests, let running ones end for `drain_seconds`, abort the rest, close."""
@@ -132,13 +130,13 @@ class _Settings(Config):
         return context if context is None else self.certificates.attach(context)
 
 
-def hypercorn_config(options: ServerOptions, bound: socket.socket, certificates: Certificates | None = None) -> Config:
-    """Hypercorn's settings; it takes over the socket."""
+def hypercorn_config(options: ServerOptions, certificates: Certificates | None = None) -> Config:
+    """Hypercorn's settings."""
     config = _Settings()
     config.certificates = certificates
-    config.bind = [f"fd://{bound.detach()}"]
     config.root_path = options.root_path
     config.keep_alive_timeout = KEEP_ALIVE
+    config.backlog = BACKLOG
     config.graceful_timeout = LAST_WORDS
     config.h11_max_incomplete_size = HEADER_BYTES
     config.include_server_header = False

@@ -1,0 +1,103 @@
+"""Sockets: accept, let Hypercorn speak HTTP on each, and send the pieces of a stream on a short way.
+
+Hypercorn and h11 read requests, keep the states of HTTP/1.1 and HTTP/2, and write the head and the end of each answer.
+Between these two, a streamed answer over HTTP/1.1 is nothing but chunks, and of those there is one per token and
+client; each costs 20 us on its way through their layers. So chunks are framed here and given to the socket directly.
+
+A client that does not read is waited for, but not for ever: what waits for it in memory is bounded by the socket's
+buffer and its own answer (engine/streams.py), and after a minute without progress the connection is cut.
+
+Before: app.py (the ASGI app).  After: serve.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from functools import partial
+from typing import Any
+
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+
+WRITE_SECONDS = 60.0  # that a client may take to read what fills the socket's buffer
+
+
+async def serve(app: Any, settings: Config, bound: socket.socket, closing: asyncio.Event) -> None:
+    """Answer on a socket until `closing` is set; then let open connections end for `settings.graceful_timeout`."""
+    loop, context = asyncio.get_running_loop(), WorkerContext(None)
+    tasks: set[asyncio.Task[Any]] = set()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        wrapped = ASGIWrapper(partial(_on_wire, app, Wire(writer)))
+        await TCPServer(wrapped, loop, settings, context, {}, reader, writer)
+
+    tls = settings.create_ssl_context() if settings.ssl_enabled else None
+    timeout = settings.ssl_handshake_timeout if tls else None
+    server = await asyncio.start_server(
+        connected, sock=bound, ssl=tls, ssl_handshake_timeout=timeout, backlog=settings.backlog
+    )
+    try:
+        await closing.wait()
+    finally:
+        server.close()
+        await context.terminated.set()  # idle connections end now, others after their answer
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=settings.graceful_timeout)
+            for task in late:
+                task.cancel()
+
+
+class Wire:
+    """The socket under one connection. Args: writer: which Hypercorn writes to as well, before and after."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._transport = writer.transport
+
+    async def chunk(self, data: bytes) -> None:
+        """Send a piece of an answer in chunks. Waits for a slow client; cuts off one that is stuck."""
+        transport = self._transport
+        if transport.is_closing():
+            return  # the reading side has noticed, or will at once, and ends the answer
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if transport.get_write_buffer_size():
+            try:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await self._writer.drain()
+            except (TimeoutError, ConnectionError):
+                transport.abort()
+
+
+class _Sender:
+    """An answer's `send`: chunks of a stream go to the wire, all else to Hypercorn."""
+
+    def __init__(self, wire: Wire, scope: Any, send: Any) -> None:
+        self._wire = wire
+        self._send = send
+        self._able = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
+        self._chunked = False
+
+    async def __call__(self, message: Any) -> None:
+        kind = message["type"]
+        if kind == "http.response.body":
+            if self._chunked and message.get("more_body", False):
+                if message["body"]:  # an empty chunk would end the answer
+                    await self._wire.chunk(message["body"])
+                return
+        elif kind == "http.response.start":
+            sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            self._chunked = self._able and message["status"] == 200 and not sized
+        await self._send(message)
+
+
+async def _on_wire(app: Any, wire: Wire, scope: Any, receive: Any, send: Any) -> None:
+    sender = _Sender(wire, scope, send) if scope["type"] == "http" else send
+    with contextlib.suppress(ConnectionError):
+        await app(scope, receive, sender)
