@@ -264,10 +264,8 @@ def compile_cases():
 
     for dtype, head_dim, page, longest, options in (
         (torch.float32, 80, 16, 4096, {}),
-        (torch.bfloat16, 64, 16, 4096, {}),
-        (torch.bfloat16, 80, 64, 4096, {"sinks": True}),
+        (torch.bfloat16, 80, 16, 4096, {"sinks": True, "window": 1024, "alibi_slopes": True}),
         (torch.bfloat16, 128, 64, 4096, {}),
-        (torch.bfloat16, 128, 64, 4, {"sinks": True, "window": 1024, "alibi_slopes": True}),
         (torch.bfloat16, 256, 64, 4096, {"softcap": 50.0, "window": 1024}),
     ):
         yield lambda args=(dtype, head_dim, page, longest), options=options: case(*args, **options)
