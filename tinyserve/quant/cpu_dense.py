@@ -1,17 +1,10 @@
-"""A dense copy of a weight, packed for oneDNN: what the other CPU formats use from a handful of rows on.
+"""Dense weights on the CPU, packed for oneDNN: for many rows on processors whose matrix units multiply bf16 (AMX), and
+where there is no fast integer product.
 
 oneDNN likes a weight in tiles of its own. Packed once at load instead of in every product, a bf16 weight is multiplied
-up to twice as fast for small batches. One AMD EPYC (Zen 4) core, all linear layers of SmolLM2-135M without the head, in
-milliseconds, beside the other formats (`int8`: as cpu_int8.py does it, two limbs):
+up to twice as fast for small batches.
 
-    rows             1      2      4      8     16     32     64    200    512
-    bf16, packed  15.9   17.9   13.6   17.5   23.9   40.3   75.1    211    516
-    bf16          27.0   25.8   29.1   32.2   39.4   54.7   86.9    221    539
-    fp32          34.2   54.9   45.2   54.5   72.5    105    189
-    int4           6.4    7.9   11.1   21.5   41.8   81.8    167
-    int8           6.9    7.2    9.1   14.4   23.3   41.6           (and 0.05 for each layer's limbs)
-
-Before: torch.  After: cpu_int4.py, cpu_int8.py.
+Before: quant/format.py.  After: quant/cpu.py chooses it.
 """
 
 from __future__ import annotations
@@ -19,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .format import Fused, Stored
 
 
 def dense_dtype() -> torch.dtype:
@@ -39,3 +34,26 @@ def product(x: Tensor, packed: Tensor) -> Tensor:
     if packed.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, None, "none", [], "").to(x.dtype)
     return F.linear(inputs, packed).to(x.dtype)
+
+
+class Dense:
+    """The weight in `dense_dtype`, packed."""
+
+    names = ("weight",)
+
+    def create(self, layer: Fused) -> None:
+        """Register `dense` [N, K]."""
+        layer.register_buffer("dense", torch.empty(layer.outputs, layer.inputs, dtype=dense_dtype()))
+
+    def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
+        """Round the rows of one tensor."""
+        layer.dense[layer.rows(part)] = stored.read(layer.dense.dtype)
+
+    def finish(self, layer: Fused) -> None:
+        """Pack into tiles."""
+        layer.dense = pack(layer.dense)
+
+    def matmul(self, x: Tensor, layer: Fused) -> Tensor:
+        """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype, computed in the weight's type."""
+        y = product(x, layer.dense)
+        return y if layer.bias is None else y.add_(layer.bias)

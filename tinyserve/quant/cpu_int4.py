@@ -5,9 +5,9 @@
 GGUF's Q4_0 and Q4_1 are exactly this: blocks of 32 codes with `d * (code - 8)`, or `d * code + m`, which is scale = d
 and zero = m + 8 d. Codes are taken over as they stand, nothing is quantised again; only d and m are rounded, from fp16
 to bf16 (0.04 % of perplexity on SmolLM2). torch's product wants inputs in bf16 (with fp32 it is a hundred times slower)
-and is good up to a few rows; for more the dense copy takes over (cpu_dense.py, whose table has the times of both).
+and is good for a few rows only (quant/cpu.py has the times).
 
-Before: quant/format.py, cpu_dense.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
+Before: quant/format.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
 
 Source of the block layout: the GGUF specification; block_q4_0 and block_q4_1 of ggml.
 """
@@ -17,12 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cpu_dense
 from .format import Fused, Stored
 
 GROUP = 32
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20}  # d, (m,) fp16; then 16 bytes: codes 0..15 in the low halves, 16..31 in the high
-MOST_ROWS = 4  # beyond, the dense copy is faster
 INNER = 1  # torch's layout parameter; the CPU ignores it
 
 
@@ -49,35 +47,29 @@ def unpack(blocks: Tensor, qtype: str) -> tuple[Tensor, Tensor]:
 
 
 class Int4:
-    """Q4_0 and Q4_1 blocks in torch's int4 layout, and a dense copy for more than MOST_ROWS rows."""
+    """Q4_0 and Q4_1 blocks in torch's int4 layout."""
 
     names = ("weight",)
 
     def create(self, layer: Fused) -> None:
-        """Register `codes` int32 [N, K], `scales` bf16 [K/32, N, 2] and `dense` [N, K]."""
+        """Register `nibbles` int32 [N, K] and `scales` bf16 [K/32, N, 2]."""
         outputs, inputs = layer.outputs, layer.inputs
-        layer.register_buffer("codes", torch.empty(outputs, inputs, dtype=torch.int32))
+        layer.register_buffer("nibbles", torch.empty(outputs, inputs, dtype=torch.int32))
         layer.register_buffer("scales", torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16))
-        layer.register_buffer("dense", torch.empty(outputs, inputs, dtype=cpu_dense.dense_dtype()))
 
     def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
         """Take one tensor's blocks apart."""
         rows = layer.rows(part)
         codes, scales = unpack(stored.blocks(), stored.qtype)
-        layer.codes[rows] = codes
+        layer.nibbles[rows] = codes
         layer.scales[:, rows] = scales.transpose(0, 1)
-        layer.dense[rows] = stored.read(layer.dense.dtype)
 
     def finish(self, layer: Fused) -> None:
-        """Pack two codes to a byte, and the dense copy into tiles."""
-        layer.codes = torch._convert_weight_to_int4pack_for_cpu(layer.codes, INNER)
-        layer.dense = cpu_dense.pack(layer.dense)
+        """Pack two codes to a byte."""
+        layer.nibbles = torch._convert_weight_to_int4pack_for_cpu(layer.nibbles, INNER)
 
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype; the product is computed from bf16."""
-        if x.shape[0] > MOST_ROWS:
-            y = cpu_dense.product(x, layer.dense)
-        else:
-            half = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
-            y = torch._weight_int4pack_mm_for_cpu(half, layer.codes, GROUP, layer.scales).to(x.dtype)
+        half = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
+        y = torch._weight_int4pack_mm_for_cpu(half, layer.nibbles, GROUP, layer.scales).to(x.dtype)
         return y if layer.bias is None else y.add_(layer.bias)

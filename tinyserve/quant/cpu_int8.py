@@ -1,15 +1,17 @@
-"""Eight-bit weights on the CPU, for small batches of what is not stored in 4-bit blocks: the head, Q8_0, Q4_K, bf16.
+"""Eight-bit weights and inputs on the CPU: the head, Q8_0, Q4_K, bf16, and 4-bit blocks when a batch has many rows.
 
     weight   W[n, k] ~ code[n, k] * step[n]          code in -127 .. 127, one step per output row
     input    x[t, k] = (high + low / 254) * step[t]  high = round(x / step), low = round of what is left, both int8
 
-Both limbs of x go through one integer product as 2T rows, so x keeps 15 bits and only the weights are rounded: 0.5 %
-of perplexity on SmolLM2 if every layer is kept this way, nothing for the head alone; one limb would cost another 1 %.
-For a few rows the second limb is free, because such a product waits for the weights. A row's result depends on that row
-alone, whatever else is in the batch. For more than MOST_ROWS rows the dense copy takes over (cpu_dense.py, whose table
-has the times of both).
+With one limb (`high` alone) x keeps 8 bits, with two limbs 15: both go through one integer product as 2T rows. The
+second limb is free for FREE_ROWS rows, because such a product waits for the weights, and there it is always taken.
+Beyond, it is kept where inputs are known to be hard to round: the normed stream in front of attention, a few columns of
+which are far larger than the rest (arXiv:2211.10438). A row's result depends on that row alone, whatever else is in the
+batch. Perplexity of SmolLM2 beyond that of fp32, in percent, by how many limbs the inputs of its layers keep:
 
-Before: quant/format.py, cpu_dense.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
+    all two 0.4      attention's inputs two, others one 0.6      all one 3.7
+
+Before: quant/format.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from . import cpu_dense
 from .format import Fused, Stored
 
-MOST_ROWS = 6  # beyond, the dense copy is faster
+FREE_ROWS = 4  # two limbs of so many rows take no longer than one
 LIMB = 127.0  # the codes of one limb are -LIMB .. LIMB
 SECOND = 2 * LIMB  # the first limb leaves at most half a step, which the second divides by LIMB
 SMALLEST = torch.finfo(torch.float32).tiny  # a step that is not 0, for rows of zeros
@@ -59,20 +60,18 @@ class Int8:
     """Int8 weights, one step per output row.
 
     Args:
-        dense: keep a dense copy for more than MOST_ROWS rows. A head, which sees few rows, does without.
+        wide: keep two limbs of the inputs however many rows there are.
     """
 
     names = ("weight",)
 
-    def __init__(self, *, dense: bool = True) -> None:
-        self.dense = dense
+    def __init__(self, *, wide: bool) -> None:
+        self.wide = wide
 
     def create(self, layer: Fused) -> None:
-        """Register `codes` int8 [N, K], `steps` fp32 [N] and `dense` [N, K] or None."""
-        shape = (layer.outputs, layer.inputs)
-        layer.register_buffer("codes", torch.empty(shape, dtype=torch.int8))
+        """Register `codes` int8 [N, K] and `steps` fp32 [N]."""
+        layer.register_buffer("codes", torch.empty(layer.outputs, layer.inputs, dtype=torch.int8))
         layer.register_buffer("steps", torch.empty(layer.outputs, dtype=torch.float32))
-        layer.register_buffer("dense", torch.empty(shape, dtype=cpu_dense.dense_dtype()) if self.dense else None)
 
     def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
         """Round the rows of one tensor."""
@@ -81,29 +80,30 @@ class Int8:
         steps = weight.abs().amax(dim=1).div_(LIMB).clamp_(min=SMALLEST)
         layer.steps[rows] = steps
         layer.codes[rows] = (weight / steps[:, None]).round_().to(torch.int8)
-        if self.dense:
-            layer.dense[rows] = weight.to(layer.dense.dtype)
 
     def finish(self, layer: Fused) -> None:
         """Pack the codes; the packed copy, an object of torch's, replaces them."""
         layer.packed = pack(layer.codes, layer.steps)
         layer.packed_bytes = layer.codes.nbytes
         layer.codes = None
-        if self.dense:
-            layer.dense = cpu_dense.pack(layer.dense)
 
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype."""
-        if layer.dense is not None and len(x) > MOST_ROWS:
-            y = cpu_dense.product(x, layer.dense)
-        else:
-            y = two_limbs(x.to(torch.float32), layer.packed).to(x.dtype)
+        number = x if x.dtype == torch.float32 else x.float()
+        y = (two_limbs if self.wide or len(x) <= FREE_ROWS else one_limb)(number, layer.packed)
+        y = y if x.dtype == torch.float32 else y.to(x.dtype)
         return y if layer.bias is None else y.add_(layer.bias)
+
+
+def one_limb(x: Tensor, packed: torch.ScriptObject) -> Tensor:
+    """Return x [T, K] fp32 times a packed weight, with 8 bits of x: [T, N] fp32. A row with NaN gives a row of NaN."""
+    step = x.abs().amax(dim=1, keepdim=True).mul_(1 / LIMB).clamp_(min=SMALLEST)
+    return product(x / step, packed).mul_(step)
 
 
 def two_limbs(x: Tensor, packed: torch.ScriptObject) -> Tensor:
     """Return x [T, K] fp32 times a packed weight, with 15 bits of x: [T, N] fp32. A row with NaN gives a row of NaN."""
-    step = x.abs().amax(dim=1, keepdim=True).div_(LIMB).clamp_(min=SMALLEST)
+    step = x.abs().amax(dim=1, keepdim=True).mul_(1 / LIMB).clamp_(min=SMALLEST)
     codes = x / step
     high, low = product(torch.cat((codes, (codes - codes.round()).mul_(SECOND))), packed).chunk(2)
     return torch.add(high, low, alpha=1 / SECOND).mul_(step)
