@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs, wide
 
 KINDS = {
     "silu": torch.nn.functional.silu,
@@ -33,8 +33,9 @@ KINDS = {
 
 def gated_activation_reference(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     """The specification of `gated_activation`, with its arguments."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (_function(kind)(gate) * up).to(gate_up.dtype)
+    gate, up = wide(gate_up).chunk(2, dim=-1)
+    result = _function(kind)(gate).mul_(up)
+    return result if result.dtype == gate_up.dtype else result.to(gate_up.dtype)
 
 
 def activation_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -44,9 +45,9 @@ def activation_reference(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def xielu_reference(x: torch.Tensor, positive: float, negative: float, *, beta: float, eps: float) -> torch.Tensor:
     """The specification of `xielu`, with its arguments."""
-    wide = x.float()
-    below = (torch.expm1(wide.clamp(max=eps)) - wide) * negative
-    return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
+    number = wide(x)
+    below = (torch.expm1(number.clamp(max=eps)) - number) * negative
+    return (torch.where(number > 0, positive * number * number, below) + beta * number).to(x.dtype)
 
 
 def _function(kind: str):

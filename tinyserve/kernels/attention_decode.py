@@ -23,10 +23,8 @@ import triton.language as tl
 from . import launch
 from .attention_merge import PROGRAMS, Cut, find_part, keys_of, make_cut, merge_cut, parts_of
 from .launch import (
-    cdiv,
     check_attention,
     choose,
-    joined,
     next_power_of_2,
     once,
     overlap,
@@ -34,60 +32,11 @@ from .launch import (
     use_kernel,
     wait_inputs,
 )
+from .pages import attend, by_token, copied
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
 LOWEST = tl.constexpr(-1e30)
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    visible: torch.Tensor | None,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Softmax attention in plain torch, on gathered keys: what all references share.
-
-    Args:
-        q: [..., M, D]; k, v: [..., N, D]; leading dimensions broadcast.
-        visible: boolean, broadcasts to [..., M, N]; None: every key is visible. Each row should see one key.
-        scale, softcap: as for `attention_decode`.
-        sinks: broadcasts to [..., M, 1], or None.
-        bias: float32, is added to the logits, broadcasts to [..., M, N]; or None.
-
-    Returns:
-        [..., M, D] in q's type; probabilities are float32.
-    """
-    if q.is_cpu and not softcap and sinks is None and bias is None:  # elsewhere the formula, not a kernel of torch's
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=scale)
-    scores = q.float() @ k.float().mT * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
-    return (scores.softmax(dim=-1)[..., : k.shape[-2]] @ v.float()).to(q.dtype)
-
-
-def by_token(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The caches as `gather` reads them: one tensor [B, P, 2 Hkv, D], or two [B, P, Hkv, D]."""
-    both = joined(k_cache, v_cache)
-    return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if both is None else (both,)
-
-
-def gather(caches: tuple[torch.Tensor, ...], blocks: torch.Tensor, inside: slice) -> tuple[torch.Tensor, ...]:
-    """Copy blocks [N] of `by_token` caches out in token order; keep those `inside`: twice [1, Hkv, M, D]."""
-    copies = (cache.index_select(0, blocks).view(1, -1, *cache.shape[2:]) for cache in caches)
-    found = tuple(tokens[:, inside].transpose(1, 2) for tokens in copies)
-    return found[0].chunk(2, dim=1) if len(found) == 1 else found
 
 
 def attention_decode_reference(
@@ -109,40 +58,32 @@ def attention_decode_reference(
 ) -> torch.Tensor:
     """The specification of `attention_decode`, with its arguments; also how the CPU serves.
 
-    One sequence at a time: its keys are gathered, and read again while they are in the core's cache; nothing is padded,
-    and a sequence's result does not depend on its neighbours.
+    Blocks are copied out for some sequences at once, then each sequence attends to its own copy while that is in the
+    core's cache: nothing is padded or masked, so a sequence's result does not depend on its neighbours, and what else
+    lies in its last block is never read. Where the copies go is the same in all layers of a step.
     """
-    heads, page, head_dim = k_cache.shape[1:]
+    heads, _, head_dim = k_cache.shape[1:]
     grouped = q.view(q.shape[0], heads, q.shape[1] // heads, head_dim)
     sinks, slopes = (None if one is None else one.view(heads, -1, 1) for one in (sinks, alibi_slopes))
-    key = ("visible", block_tables.data_ptr(), page, window)
-    found = once(memo, key, lambda: _visible(block_tables, seq_lens.tolist(), page, window))
-    caches, results = by_token(k_cache, v_cache), []
-    for number, (blocks, inside) in enumerate(found):
-        one = grouped[number : number + 1]
-        if not blocks.shape[0]:
-            results.append(torch.zeros_like(one))
-            continue
-        k, v = gather(caches, blocks, inside)
-        bias = None if slopes is None else slopes.float() * torch.arange(1 - k.shape[2], 1, device=q.device)
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        results.append(attend(one, k, v, visible=None, scale=scale, softcap=softcap, sinks=sinks, bias=bias))
+    caches = by_token(k_cache, v_cache, memo)
+    key = ("copies", block_tables.data_ptr(), q.shape[0], caches[0].shape, caches[0].dtype, window)
+    results, row = [], 0
+    for some in once(memo, key, lambda: copied(block_tables, seq_lens.tolist(), caches, window)):
+        for cache, copy in zip(caches, some.copies, strict=True):
+            torch.index_select(cache, 0, some.blocks, out=copy)
+        for k, v in some.sequences:
+            one, row = grouped[row : row + 1], row + 1
+            if not k.shape[2]:
+                results.append(torch.zeros_like(one))
+                continue
+            if k.dtype != q.dtype:
+                k, v = k.to(q.dtype), v.to(q.dtype)
+            bias = None if slopes is None else slopes.float() * torch.arange(1 - k.shape[2], 1, device=q.device)
+            results.append(attend(one, k, v, visible=None, scale=scale, softcap=softcap, sinks=sinks, bias=bias))
     if out is None and len(results) == 1:
         return results[0].view(q.shape)
     result = torch.cat(results).view(q.shape) if results else torch.empty_like(q)
     return result if out is None else out.copy_(result)
-
-
-def _visible(
-    block_tables: torch.Tensor, lengths: list[int], page: int, window: int
-) -> list[tuple[torch.Tensor, slice]]:
-    """For each sequence, the blocks that hold what its newest token sees, and which tokens of these blocks it sees."""
-    found = []
-    for table, length in zip(block_tables.unbind(), lengths, strict=True):
-        low = max(0, length - window) if window else 0
-        first = low // page
-        found.append((table[first : cdiv(length, page)], slice(low - first * page, length - first * page)))
-    return found
 
 
 @triton.jit

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .attention_decode import attend, pages_of
+from .attention_decode import pages_of
 from .attention_merge import attention_merge
 from .launch import cdiv, choose, next_power_of_2, use_kernel
+from .pages import attend
 
 PROGRAMS = 264  # two for each processor of the largest device
 MOST_SPLITS = 64

@@ -27,16 +27,14 @@ from . import launch
 from .attention_decode import (
     LOWEST,
     accumulate,
-    attend,
     base_2,
-    by_token,
-    gather,
     head_number,
     load_keys,
     pages_of,
     score,
 )
 from .launch import cdiv, check_attention, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .pages import attend, by_token, gather
 
 # Queries that the reference handles at once when it has to write scores down (window, soft-cap or sinks).
 CHUNK = 512

@@ -146,6 +146,11 @@ def use_kernel(tensor: torch.Tensor) -> bool:
     return CPU_RUNS_KERNELS or not tensor.is_cpu
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32. Asking first is cheaper than a conversion that has nothing to do."""
+    return tensor if tensor.dtype == torch.float32 else tensor.float()
+
+
 def once(memo: dict | None, key: tuple, make: Callable[[], Any]) -> Any:
     """What a step's layers would all compute alike: the first one makes it, `memo` keeps it for the others.
 
@@ -162,20 +167,6 @@ def once(memo: dict | None, key: tuple, make: Callable[[], Any]) -> Any:
     if found is None:
         found = memo[key] = make()
     return found
-
-
-def joined(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor | None:
-    """Both caches [B, Hkv, P, D] as one tensor [B, P, 2 Hkv, D], if each token's keys and values lie side by side.
-
-    That is how kv/storage.py lays them out on the CPU, where one copy then does what takes two. None: they do not.
-    """
-    blocks, heads, page, head_dim = k_cache.shape
-    token = 2 * heads * head_dim
-    strides = (page * token, head_dim, token, 1)
-    apart = v_cache.data_ptr() - k_cache.data_ptr()
-    if k_cache.stride() != strides or v_cache.stride() != strides or 2 * apart != token * k_cache.element_size():
-        return None
-    return k_cache.as_strided((blocks, page, 2 * heads, head_dim), (page * token, token, head_dim, 1))
 
 
 @cache

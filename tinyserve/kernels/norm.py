@@ -30,6 +30,7 @@ from .launch import (
     start_next,
     use_kernel,
     wait_inputs,
+    wide,
 )
 
 MAX_COLUMNS = 65536  # one program holds a row in registers: 128 numbers a thread at 16 warps
@@ -37,12 +38,13 @@ MAX_COLUMNS = 65536  # one program holds a row in registers: 128 numbers a threa
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
     """The specification of `rms_norm`, with its arguments."""
-    scale = weight.float() + offset if offset else weight.float()
-    wide = x.float()
+    scale = wide(weight) + offset if offset else wide(weight)
+    number = wide(x)
     # Fewer and cheaper operations than torch's own rms_norm makes of it, which counts when T is small.
-    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    length = torch.linalg.vector_norm(number, dim=-1, keepdim=True)
     mean_square = torch.addcmul(_scalar(eps, x.device), length, length, value=1 / x.shape[-1])
-    return (wide * scale).mul_(mean_square.rsqrt_()).to(x.dtype)
+    normed = (number * scale).mul_(mean_square.rsqrt_())
+    return normed if normed.dtype == x.dtype else normed.to(x.dtype)
 
 
 @cache

@@ -23,14 +23,17 @@ from .launch import (
     cdiv,
     check_rows,
     choose,
-    joined,
     next_power_of_2,
     once,
     overlap,
     start_next,
     use_kernel,
     wait_inputs,
+    wide,
 )
+from .pages import joined
+
+MATRIX_TOKENS = 16  # up to here the reference rotates by matrices
 
 
 def qk_norm_rope_write_reference(
@@ -52,8 +55,9 @@ def qk_norm_rope_write_reference(
 ) -> torch.Tensor:
     """The specification of `qk_norm_rope_write`, with its arguments."""
     turning = num_heads + num_kv_heads
-    heads = qkv.view(qkv.shape[0], turning + num_kv_heads, k_cache.shape[3])
-    rotated = heads[:, :turning].float()
+    head_dim = k_cache.shape[3]
+    heads = qkv.view(qkv.shape[0], turning + num_kv_heads, head_dim)
+    rotated = wide(heads[:, :turning])
     if q_weight is not None:
         q, k = rotated[:, :num_heads], rotated[:, num_heads:]
         norm = torch.nn.functional.rms_norm
@@ -61,19 +65,25 @@ def qk_norm_rope_write_reference(
         k = norm(k, k_weight.shape, k_weight.float() + weight_offset, eps)
         rotated = torch.cat((q, k), dim=1)
     if cos_sin is not None:
-        key = ("angles", cos_sin.data_ptr(), interleaved)
-        rotated = _rotate(rotated, *once(memo, key, lambda: _angles(cos_sin, positions, interleaved)))
+        few = memo is not None and len(positions) <= MATRIX_TOKENS
+        make = (
+            (lambda: _matrices(cos_sin, positions, interleaved, head_dim))
+            if few
+            else (lambda: _angles(cos_sin, positions, interleaved))
+        )
+        turn = once(memo, ("turn", cos_sin.data_ptr(), head_dim, interleaved), make)
+        rotated = torch.bmm(rotated, turn) if few else _rotate(rotated, *turn)
     q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, turning:]
-    page = k_cache.shape[2]
-    places = once(memo, ("places", slots_to_write.data_ptr(), page), lambda: _places(slots_to_write, page))
-    both = joined(k_cache, v_cache)
+    written = once(memo, ("written", slots_to_write.data_ptr()), lambda: _written(slots_to_write))
+    both = joined(k_cache, v_cache, memo)
     if both is not None:
-        _write(both, torch.cat((k, v), dim=1), *places)
+        _write(both.view(-1, 2 * num_kv_heads, head_dim), torch.cat((k, v), dim=1), *written)
     else:
-        _write(k_cache.transpose(1, 2), k, *places)
-        _write(v_cache.transpose(1, 2), v, *places)
-    own = cos_sin is not None or q_weight is not None  # else q still shares the product's memory
-    return q.to(qkv.dtype, memory_format=torch.contiguous_format, copy=not own).contiguous()
+        _write_by_block(k_cache.transpose(1, 2), k, *written)
+        _write_by_block(v_cache.transpose(1, 2), v, *written)
+    if cos_sin is None and q_weight is None:
+        q = q.clone()  # it still shares the product's memory
+    return (q if q.dtype == qkv.dtype else q.to(qkv.dtype)).contiguous()
 
 
 def _angles(
@@ -88,6 +98,15 @@ def _angles(
     return torch.stack((cos, cos), dim=pair), torch.stack((-sin, sin), dim=pair), pair
 
 
+def _matrices(cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool, head_dim: int) -> torch.Tensor:
+    """The rotation of each token as a matrix, [T, D, D]: unit vectors, rotated.
+
+    One product by it takes the place of three operations, which is what a step of few tokens consists of on the CPU.
+    """
+    units = torch.eye(head_dim, device=cos_sin.device).expand(len(positions), -1, -1)
+    return _rotate(units, *_angles(cos_sin, positions, interleaved))
+
+
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pair: int) -> torch.Tensor:
     """Turn the pairs of `heads` [T, N, D]: (a, b) * (c, c) + (b, a) * (-s, s)."""
     tokens, number, dim = heads.shape
@@ -97,20 +116,23 @@ def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pair: int
     return turned if width == dim else torch.cat((turned, heads[..., width:]), dim=-1)
 
 
-def _places(slots: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Block and place in it of each token that is written, and which tokens these are (None: all)."""
+def _written(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The slots of the tokens that are written, and which tokens these are (None: all)."""
     keep = slots >= 0
     kept = None if keep.all() else keep.nonzero()[:, 0]
-    slots = slots if kept is None else slots[kept]
-    return slots // page, slots % page, kept
+    return slots if kept is None else slots[kept], kept
 
 
-def _write(
-    cache: torch.Tensor, new: torch.Tensor, block: torch.Tensor, place: torch.Tensor, kept: torch.Tensor | None
-) -> None:
-    """Put the `kept` rows of `new` [T, heads, D] into the cache [B, P, heads, D], at [block, place]."""
+def _write(cache: torch.Tensor, new: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor | None) -> None:
+    """Put the `kept` rows of `new` [T, heads, D] into the cache [B P, heads, D]."""
     new = new if kept is None else new[kept]
-    cache.index_put_((block, place), new.to(cache.dtype))
+    cache.index_copy_(0, slots, new if new.dtype == cache.dtype else new.to(cache.dtype))
+
+
+def _write_by_block(cache: torch.Tensor, new: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor | None) -> None:
+    """The same for a cache [B, P, heads, D] whose blocks and places cannot be seen as one dimension."""
+    new = new if kept is None else new[kept]
+    cache.index_put_((slots // cache.shape[1], slots % cache.shape[1]), new.to(cache.dtype))
 
 
 @triton.jit

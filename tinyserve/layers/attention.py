@@ -27,6 +27,7 @@ from .chunk import Pieces, chunked, whole
 from .fold import Normed, Product, handed_on
 from .linear import Linear
 from .norm import RMSNorm
+from .part import Part
 from .rope import Alibi, Rope
 from .vector import Vector
 
@@ -99,7 +100,7 @@ class LayerCache:
     group: int
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Grouped-query attention.
 
     Args:
@@ -212,7 +213,7 @@ class Attention(nn.Module):
         out = torch.empty_like(q)
         if decodes:
             one_token = (q[:decodes], cache.k, cache.v, tables[:decodes], lengths[:decodes])
-            attention_decode(*one_token, max_seq_len=step.max_seq_len, out=out[:decodes], **options)
+            attention_decode(*one_token, max_seq_len=step.max_seq_len, out=out[:decodes], memo=batch.memo, **options)
         # query_start counts from the first row of q, so the prefills are addressed where they stand.
         rest = (q, cache.k, cache.v, tables[decodes:], step.query_start, lengths[decodes:])
         short = not self.invariant and is_short(step.max_query_len, step.num_seqs - decodes)

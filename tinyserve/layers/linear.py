@@ -20,6 +20,7 @@ from ..kernels.launch import use_kernel
 from ..quant.format import Stored, WeightFormat
 from ..quant.plain import Plain
 from .fold import Normed
+from .part import Part
 
 
 class Shard(Protocol):
@@ -38,7 +39,7 @@ class Whole:
         return stored
 
 
-class Linear(nn.Module):
+class Linear(Part):
     """y = x W^T (+ b), W being `parts` on top of each other.
 
     Args:

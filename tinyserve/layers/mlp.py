@@ -14,9 +14,10 @@ from ..kernels.activation import activation, xielu
 from ..quant.format import Stored
 from .fold import Normed, Product, handed_on
 from .linear import Linear
+from .part import Part
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Part):
     """down(act(gate(x)) * up(x)).
 
     Args:
