@@ -97,9 +97,9 @@ class Engine:
         phases = Phases()
         try:
             if parts is None:
-                parts = await asyncio.to_thread(load_parts, config, phases)
+                parts = await in_own_thread("load", load_parts, config, phases)
             if machine is None:
-                machine = await asyncio.to_thread(assemble, config, parts, phases)
+                machine = await in_own_thread("assemble", assemble, config, parts, phases)
         except asyncio.CancelledError:
             phases.stop()  # the thread cannot be interrupted, but it looks now and then
             raise
@@ -341,7 +341,7 @@ class Engine:
         self.intake.close()
         await self.chat.close()
         self.parts = evolve(self.parts, model=None)
-        await in_own_thread(self.machine.close)
+        await in_own_thread("close", self.machine.close, daemon=True)
 
     async def wait_closed(self) -> None:
         """Return when the loop has ended. Raises: EngineDead: it ended by an error."""
