@@ -145,7 +145,11 @@ def test_counting(run):
     """The same number as the message's own usage; max_tokens is not needed."""
     response = run(post({"max_tokens": None}, url=URL + "/count_tokens"))
 
+    thinking = {"type": "enabled", "budget_tokens": 2000}
+    with_budget = run(post({"max_tokens": None, "thinking": thinking}, url=URL + "/count_tokens"))
+
     assert strict(response.text) == {"input_tokens": 20}
+    assert strict(with_budget.text) == {"input_tokens": 20}
 
 
 def test_errors_have_the_other_shape_everywhere(run):

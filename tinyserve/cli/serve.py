@@ -146,11 +146,12 @@ def _welcome(address: str, service: Service, seconds: float) -> str:
     socket = f" --unix-socket {options.uds}" if options.uds else ""
     key = " -H 'Authorization: Bearer <key>'" if options.api_key else ""
     question = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    browser = "" if options.uds else f"Chat in a browser: {url}/    Reference: {url}/docs\n\n"
     shown_key = "<key>" if options.api_key else "none"
     return f"""
 Ready in {seconds:.1f} s: {name}, context {engine.max_model_len} tokens, at {address}
 
-Try:
+{browser}Try:
   curl{socket} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
     -d '{json.dumps(question)}'
 

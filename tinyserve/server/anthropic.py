@@ -195,7 +195,10 @@ def _thinking(fields: Fields) -> dict[str, Any]:
         variables |= effort_variables(output.text("effort"))
     if thinking is not None:
         wanted = thinking.text("type") != "disabled"
-        budget, most = thinking.integer("budget_tokens"), fields.raw("max_tokens")
+        budget, most = (
+            thinking.integer("budget_tokens"),
+            fields.raw("max_tokens") if fields.holds("max_tokens") else None,
+        )
         if thinking.text("type") == "enabled" and budget is None:
             thinking.refuse("budget_tokens", "is needed for the type enabled.")
         if budget is not None and isinstance(most, int) and budget >= most:

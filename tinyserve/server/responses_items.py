@@ -154,7 +154,7 @@ def _text(content: Any, place: str) -> str:
         raise _wrong(place, "a text or a list of parts", content)
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        kind = str(part.get("type")) if isinstance(part, Mapping) else None
         found = part.get("refusal" if kind == "refusal" else "text") if kind in {*_TEXTS, "refusal"} else None
         if not isinstance(found, str):
             raise _wrong(f"{place}[{index}]", "a part with a text (input_text, output_text or refusal)", part)

@@ -80,7 +80,7 @@ def _part(part: Any, place: str) -> Message:
     kind = part.get("type", "text")
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
-    if kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise _wrong(f"{place}.type", f"is {shown(kind)}; this model reads text only")
     if not isinstance(part.get("text"), str):
         raise _wrong(f"{place}.text", "must be a text")
