@@ -104,8 +104,6 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         from ..text.tokenizer import Tokenizer
 
         device = Device.pick(config.model.device)
-        if config.runner.batch_invariant and device.is_cpu:
-            raise ConfigError("--batch-invariant needs a GPU; on a CPU, --dtype float32 comes closest.")
     with phases("files"):
         source = _resolve(config, config.model.model)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer)
@@ -138,9 +136,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             progress=progress,
         )
         if config.runner.batch_invariant:
-            if not hasattr(model, "make_invariant"):
-                raise ConfigError("--batch-invariant is not built for models that run through transformers.")
-            model.make_invariant()
+            _make_invariant(model, device)
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -155,6 +151,15 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         dtype=choose_dtype(dtype, model.config, device.torch),
     )
+
+
+def _make_invariant(model: Any, device: Any) -> None:
+    """The bits of an answer no longer depend on what shares its batch. Raises: ConfigError, UnsupportedModel."""
+    if device.is_cpu:
+        raise ConfigError("--batch-invariant needs a GPU; on a CPU, --dtype float32 comes closest.")
+    if not hasattr(model, "make_invariant"):
+        raise ConfigError("--batch-invariant is not built for models that run through transformers.")
+    model.make_invariant()
 
 
 def _served(model: Any, asked: int | None, tokenizer_limit: int | None, device: Any) -> int:
