@@ -121,8 +121,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             generation_config=config.model.generation_config,
             overrides=config.model.override_generation_config,
         )
-    # On a CPU, a precision left open means packed weights and fp32 activations (quant/cpu.py).
-    pack = device.is_cpu and config.model.dtype == "auto" and config.load.load_format != "dummy"
+    pack = device.is_cpu and config.model.dtype == "auto" and config.load.load_format != "dummy"  # quant/cpu.py
     dtype = "float32" if pack else config.model.dtype
     with phases("weights"), _bar(config.load.use_tqdm_on_load, phases.check) as progress:
         model = load_model(
@@ -135,8 +134,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             seed=config.model.seed,
             progress=progress,
         )
-        if config.runner.batch_invariant:
-            _make_invariant(model, device)
+        _choose_products(model, device, config.runner.batch_invariant)
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -153,8 +151,10 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     )
 
 
-def _make_invariant(model: Any, device: Any) -> None:
-    """The bits of an answer no longer depend on what shares its batch. Raises: ConfigError, UnsupportedModel."""
+def _choose_products(model: Any, device: Any, invariant: bool) -> None:
+    """invariant: an answer's bits shall not depend on what shares its batch. Raises: ConfigError, UnsupportedModel."""
+    if not invariant:
+        return
     if device.is_cpu:
         raise ConfigError("--batch-invariant needs a GPU; on a CPU, --dtype float32 comes closest.")
     if not hasattr(model, "make_invariant"):
