@@ -103,7 +103,9 @@ def _leave_soon() -> None:
 async def _load(config: EngineConfig) -> Any:
     from ..engine.engine import Engine
 
-    return await Engine.start(config)
+    engine = await Engine.start(config)
+    await asyncio.to_thread(engine.machine.grammars.warm)
+    return engine
 
 
 async def _until_stopped(engine: Any, server: Server, stopped: asyncio.Task[Any]) -> int:

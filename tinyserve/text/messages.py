@@ -50,8 +50,21 @@ def normalise(
         calls = _tool_calls(new.pop("tool_calls", None), place)
         if calls:
             new["tool_calls"] = calls
+        if role == "assistant":
+            new.update(_thought(new, place))
         settled.append(new)
     return settled
+
+
+def _thought(message: Message, place: str) -> Message:
+    """An earlier thought under each name that templates have for it; clients send one of two."""
+    for name in ("reasoning", "reasoning_content"):
+        thought = message.get(name)
+        if thought is not None and not isinstance(thought, str):
+            raise _wrong(f"{place}.{name}", "must be a text")
+        if thought:
+            return {"reasoning": thought, "reasoning_content": thought, "thinking": thought}
+    return {}
 
 
 def _wrong(place: str, what: str) -> RequestError:
