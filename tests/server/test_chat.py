@@ -344,3 +344,13 @@ def test_a_silent_stream_gets_comments(run, url, body):
     noisy, quiet = run(go(0.05)), run(go(0))
     assert noisy.startswith(": ") and 2 <= noisy.count(": still working\n\n") <= 7
     assert "working" not in quiet and noisy.count("data: ") == quiet.count("data: ")
+
+
+def test_the_fingerprint_tells_servers_apart(run):
+    """Equal for equal options, another for another seed; in whole answers and in every chunk."""
+    first, again = (strict(run(post({})).text)["system_fingerprint"] for _ in range(2))
+    other = strict(run(post({}, seed=5)).text)["system_fingerprint"]
+    chunks = events(run(post({"stream": True})))
+
+    assert first == again != other and first.startswith("tinyserve-")
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {first}

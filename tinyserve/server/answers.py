@@ -50,7 +50,10 @@ CHOICE_TAIL: dict[str, Schema] = {
     "stop_reason": STOP_REASON,
     "token_ids": or_null(rows("integer", "With return_token_ids.")),
 }
-HEAD = {"id": "string", "object": "string", "created": "integer", "model": "string"}
+HEAD = {
+    "id": "string", "object": "string", "created": "integer", "model": "string",
+    "system_fingerprint": of("string?", "Equal for servers that give equal answers to a seed."),
+}  # fmt: skip
 
 CHAT = record(
     **HEAD,

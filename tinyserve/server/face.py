@@ -8,12 +8,14 @@ Before: engine/engine.py (which has this face), config.py.  After: app.py and ev
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import define, field
 
+from .. import __version__
 from ..config import EngineConfig
 from ..errors import Overloaded, UnknownModel
 from ..request import BeamSearchParams, Output, SamplingParams
@@ -101,6 +103,14 @@ class Service:
     inflight: int = 0
     responses: Store = field(factory=Store)
     created: int = field(factory=lambda: int(time.time()))
+    fingerprint: str = field(init=False)
+
+    @fingerprint.default
+    def _fingerprint(self) -> str:
+        """Equal for servers that give equal answers to a seed: version, and the options that change numbers."""
+        config = self.config
+        facts = repr((config.model, config.load, config.cache, config.scheduler, config.runner))
+        return f"tinyserve-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
     def ready(self) -> EngineFace:
         """The engine, alive. Raises: Overloaded: loading or shutting down; EngineDead."""

@@ -48,6 +48,7 @@ class Shape:
         named: ids that are shown besides.
         token_ids: whether ids are reported.   ids_as_text: whether logprob tokens are written as token_id:N.
         readings: how thoughts and calls are found in the answers; None: they are nothing but text.
+        fingerprint: see Service.
     """
 
     role: str
@@ -59,6 +60,7 @@ class Shape:
     token_ids: bool
     ids_as_text: bool
     readings: Readings | None = None
+    fingerprint: str | None = None
 
 
 @facts("Chat", "Answer a conversation", body=CHAT, answer=answers.CHAT, stream=True)
@@ -99,6 +101,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         named=sampling.logprob_token_ids or (),
         token_ids=fields.flag("return_token_ids"),
         ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
+        fingerprint=service.fingerprint,
         readings=None if readings.plain else readings,
     )
     request_id = "chatcmpl-" + name_of(request, fields)
@@ -202,7 +205,10 @@ class ChatWriter:
     def __init__(
         self, request_id: str, model: str, tokenizer: Any, shape: Shape, stream: StreamOptions, details: bool
     ) -> None:
-        self._identity = {"id": request_id, "object": "chat.completion", "created": int(time.time()), "model": model}
+        self._identity = {
+            "id": request_id, "object": "chat.completion", "created": int(time.time()), "model": model,
+            "system_fingerprint": shape.fingerprint,
+        }  # fmt: skip
         self._tokenizer = tokenizer
         self._shape = shape
         self._stream = stream
@@ -307,7 +313,6 @@ class ChatWriter:
             "choices": [self._choice(index, outputs) for index, outputs in sorted(self._choices.items())],
             "usage": {"prompt_tokens_details": None, **self._tally.total()},
             "service_tier": None,
-            "system_fingerprint": None,
             "prompt_logprobs": prompt_logprobs(first),
             "prompt_token_ids": list(self._shape.prompt_ids) if self._shape.token_ids else None,
         }

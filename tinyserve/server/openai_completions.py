@@ -57,6 +57,7 @@ class Shape:
     prompt_logprobs: bool
     token_ids: bool
     ids_as_text: bool
+    fingerprint: str | None = None
 
 
 @facts("Completions", "Continue texts", body=COMPLETION, answer=answers.COMPLETION, stream=True)
@@ -87,6 +88,7 @@ async def completions(request: Request, service: Service) -> Generation:
         prompt_logprobs=fields.given("prompt_logprobs"),
         token_ids=fields.flag("return_token_ids"),
         ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
+        fingerprint=service.fingerprint,
     )
     request_id = "cmpl-" + name_of(request, fields)
     writer = CompletionWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
@@ -186,7 +188,8 @@ class CompletionWriter:
         self, request_id: str, model: str, tokenizer: Any, shape: Shape, stream: StreamOptions, details: bool
     ) -> None:
         self._identity = {
-            "id": request_id, "object": "text_completion", "created": int(time.time()), "model": model
+            "id": request_id, "object": "text_completion", "created": int(time.time()), "model": model,
+            "system_fingerprint": shape.fingerprint,
         }  # fmt: skip
         self._tokenizer = tokenizer
         self._shape = shape
@@ -262,7 +265,6 @@ class CompletionWriter:
             "choices": [self._choice(index, outputs) for index, outputs in sorted(self._choices.items())],
             "usage": {"prompt_tokens_details": None, **self._tally.total()},
             "service_tier": None,
-            "system_fingerprint": None,
         }
         return orjson.dumps(answer)
 
