@@ -9,10 +9,11 @@ import torch
 from kernel_timing import Case, options_replaced
 
 from tinyserve.kernels import attention_latent as latent
+from tinyserve.kernels import attention_ragged as ragged
 from tinyserve.kernels import latent_write as write
 from tinyserve.layers.rope import RopeSpec, table
 
-C, P, NOPE, PAGE, SCALE = 512, 64, 128, 64, 192**-0.5
+C, P, NOPE, V, PAGE, SCALE = 512, 64, 128, 128, 64, 192**-0.5
 POSITIONS = 16 * 65536  # of the cache, 1.2 GB
 SHAPES = {
     "1 x 4k": [4096],
@@ -65,6 +66,21 @@ def write_case(heads: int, tokens: int) -> Case:
     return Case("latent_write", f"{heads} heads, {tokens} tokens", [call], 3 * kv.nbytes + 2 * tokens * heads * P * 2)
 
 
+def ragged_case(heads: int, sequences: int, length: int) -> Case:
+    tokens = sequences * length
+    q = torch.empty(tokens, heads, NOPE + P, dtype=torch.bfloat16).normal_()
+    both = torch.empty(tokens, heads, NOPE + V, dtype=torch.bfloat16).normal_()
+    k_pe = torch.empty(tokens, P, dtype=torch.bfloat16).normal_()
+    starts = torch.arange(sequences + 1, dtype=torch.int32) * length
+    arguments = (q[..., :NOPE], q[..., NOPE:], both[..., :NOPE], k_pe, both[..., NOPE:], starts)
+
+    def call():
+        return ragged.attention_ragged(*arguments, scale=SCALE)
+
+    flops = sequences * length * (length + 1) * heads * (NOPE + P + V)
+    return Case("attention_ragged", f"{heads} heads, {sequences} x {length}", [call], 0, flops, None, {"heads": heads})
+
+
 def cases() -> Iterator[Case]:
     cache = torch.empty(POSITIONS // PAGE, 1, PAGE, C + P, dtype=torch.bfloat16).normal_()
     for heads in (16, 128):
@@ -72,10 +88,16 @@ def cases() -> Iterator[Case]:
             yield decode_case(cache, heads, shape, lengths)
         for tokens in (1, 32, 4096):
             yield write_case(heads, tokens)
+        for sequences, length in ((1, 2048), (8, 1024), (1, 8192)):
+            yield ragged_case(heads, sequences, length)
 
 
 def variants(case: Case) -> Iterator[dict]:
     """What to try for a case."""
+    if case.kernel == "attention_ragged":
+        for rows, tile, stages in ((128, 64, 2), (128, 64, 3), (64, 64, 2), (64, 64, 3), (128, 32, 3), (64, 32, 3)):
+            for warps in (4, 8):
+                yield {"BLOCK_M": rows, "TILE": tile, "STAGES": stages, "num_warps": warps}
     if case.kernel != "attention_latent":
         return
     rows = (16,) if case.tags["heads"] == 16 else (16, 32, 64)
@@ -88,5 +110,5 @@ def variants(case: Case) -> Iterator[dict]:
 @contextlib.contextmanager
 def using(use: dict) -> Iterator[None]:
     """Let the launchers take these options."""
-    with options_replaced([latent, write], use) if use else contextlib.nullcontext():
+    with options_replaced([latent, ragged, write], use) if use else contextlib.nullcontext():
         yield

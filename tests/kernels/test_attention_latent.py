@@ -59,9 +59,12 @@ def test_the_number_of_splits_does_not_show(device, monkeypatch, splits):
     wide = nan_like(arguments[0], shape=(3, 4, 40))
     out = wide.transpose(0, 1)[:, :, :32]
 
-    module.attention_latent(*arguments, scale=0.2, max_seq_len=200, out=out)
+    lse, other = (torch.full((4, 3), torch.nan, device=device) for _ in range(2))
+    module.attention_latent(*arguments, scale=0.2, max_seq_len=200, out=out, lse=lse)
+    module.attention_latent_reference(*arguments, scale=0.2, max_seq_len=200, lse=other)
 
     assert_close(out, expected(arguments, latents, 0.2))
+    assert_close(lse, other)
     assert wide[..., 32:].isnan().all()
 
 

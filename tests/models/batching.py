@@ -32,6 +32,7 @@ class Batch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    max_cached_len: int
     memo: dict = field(factory=dict)
 
 
@@ -109,6 +110,7 @@ class Paged:
             num_decodes=sum(counts[number] == 1 for number in order),
             max_query_len=max(counts[number] for number in order),
             max_seq_len=max(lengths),
+            max_cached_len=max([self.rows[number].computed for number in order if counts[number] > 1], default=0),
         )
 
     def slot(self, row: Row, group: int, position: int) -> int:

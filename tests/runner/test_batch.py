@@ -44,7 +44,8 @@ def build(builder, pieces, shape=None, differences=None):
     views = builder.send(pieces, shape or Shape(sum(counts), len(counts), counts.count(1)), differences)
     builder.turn.fill_(builder.slot)  # nobody ends these steps
     builder.gather(views)
-    return builder.batch(views, max(counts), max(piece.end for piece in pieces))
+    cached = max((piece.start for piece in pieces if piece.count > 1), default=0)
+    return builder.batch(views, max(counts), max(piece.end for piece in pieces), cached)
 
 
 @settings(max_examples=60, deadline=None)

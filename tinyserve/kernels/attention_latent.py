@@ -43,6 +43,7 @@ def attention_latent_reference(
     scale: float,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification of `attention_latent`, with its arguments; also how the CPU serves."""
     out = torch.empty_like(q_c) if out is None else out
@@ -58,6 +59,9 @@ def attention_latent_reference(
         blocks = block_tables[owners[first], : cdiv(longest, page)].long()
         keys = cache[blocks, 0].flatten(0, 1)[:longest].to(q.dtype)  # [N, C + P]
         visible = torch.arange(longest, device=q.device) < lens[first:last, None]  # [M, N]
+        if lse is not None:
+            scores = torch.einsum("mhd,nd->mhn", q[first:last].float(), keys.float()) * scale
+            lse[first:last] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(-1)
         mixed = attend(q[first:last], keys, keys[:, :width], visible=visible[:, None], scale=scale) if longest else 0.0
         out[first:last] = torch.where(lens[first:last, None, None] > 0, mixed, 0.0)
         first = last
@@ -97,7 +101,7 @@ def _attention_latent_kernel(
     rows_ptr,  # [T] int32: which table
     lens_ptr,  # [T] int32
     out_ptr,  # one split: [T, HQ, C]; more: partial [T, HQ, K, C] float32
-    lse_ptr,  # [T, HQ, K] float32; written with more than one split
+    lse_ptr,  # [T, HQ, K] float32; written if LSE
     q_c_stride,  # elements between tokens
     q_c_head_stride,  # elements between heads
     q_pe_stride,
@@ -111,7 +115,8 @@ def _attention_latent_kernel(
     C: tl.constexpr,
     P: tl.constexpr,
     PAGE: tl.constexpr,  # a power of two
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr,  # more than one split
+    LSE: tl.constexpr,  # always with SPLIT
     ROWS: tl.constexpr,  # heads a program; a power of two, at least 16
     BLOCK_C: tl.constexpr,  # a power of two, at least C
     BLOCK_P: tl.constexpr,  # a power of two, at least P and 16
@@ -130,10 +135,11 @@ def _attention_latent_kernel(
     share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
     begin = split * share
     end = tl.minimum(begin + share, length)
+    part = (token * HQ + head) * splits + split
     if SPLIT:
-        part = (token * HQ + head) * splits + split
+        nothing = tl.full([ROWS], float("-inf"), tl.float32)
         if begin >= end:
-            tl.store(lse_ptr + part, tl.full([ROWS], float("-inf"), tl.float32), mask=head < HQ)
+            tl.store(lse_ptr + part, nothing, mask=head < HQ)
             return
 
     q_c_place = q_c_ptr + token * q_c_stride + head[:, None] * q_c_head_stride + column[None, :]
@@ -161,8 +167,9 @@ def _attention_latent_kernel(
         pages = pages_ahead
 
     averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if SPLIT:
+    if LSE:
         tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=head < HQ)
+    if SPLIT:
         tl.store(out_ptr + part[:, None] * C + column[None, :], averaged, mask=real)
     else:
         place = out_ptr + token * out_stride + head[:, None] * out_head_stride + column[None, :]
@@ -180,8 +187,9 @@ def attention_latent(
     scale: float,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each token over the latents of its sequence, its own among them.
+    """Attend with each token over the first latents of its sequence.
 
     Args:
         q_c: [T, Hq, C], queries times W_k; tokens and heads may lie apart.
@@ -192,6 +200,7 @@ def attention_latent(
         lens: [T] int32: how many positions it sees; 0 gives zeros.
         scale: of the scores.   max_seq_len: at least every length; fixes the number of splits.
         out: [T, Hq, C], written if given; contiguous in its last dimension.
+        lse: [T, Hq] float32, contiguous, or None: gets the natural log of each softmax's denominator, -inf for none.
 
     Returns:
         [T, Hq, C]: the weighted mean of latents, to be multiplied by W_v. `out`, or new.
@@ -201,24 +210,25 @@ def attention_latent(
     """
     if not use_kernel(q_c):
         return attention_latent_reference(
-            q_c, q_pe, cache, block_tables, rows, lens, scale=scale, max_seq_len=max_seq_len, out=out
+            q_c, q_pe, cache, block_tables, rows, lens, scale=scale, max_seq_len=max_seq_len, out=out, lse=lse
         )
     _check(q_c, q_pe, cache, block_tables, rows, lens, out)
     out = torch.empty(q_c.shape, dtype=q_c.dtype, device=q_c.device) if out is None else out
     if out.numel():
-        _launch((q_c, q_pe), (cache, block_tables, rows, lens), out, scale, max_seq_len)
+        _launch((q_c, q_pe), (cache, block_tables, rows, lens), (out, lse), scale, max_seq_len)
     return out
 
 
-def _launch(queries, where, out, scale: float, max_seq_len: int) -> None:
-    """Attend into `out` with one split; with more into parts, and merge them."""
+def _launch(queries, where, results, scale: float, max_seq_len: int) -> None:
+    """Attend into `results` (out, lse or None) with one split; with more into parts, and merge them."""
+    out, total = results
     q_c, q_pe = queries
     cache, block_tables = where[:2]
     tokens, heads, width = q_c.shape
     options = _options(q_c, q_pe.shape[2], max_seq_len)
     tiles = cdiv(heads, options["ROWS"])
     splits = count_splits(tokens * tiles, max_seq_len, options["TILE"])
-    target, lse = out, out
+    target, lse = out, out if total is None else total
     if splits > 1:
         target = torch.empty((tokens, heads, splits, width), dtype=torch.float32, device=out.device)
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=out.device)
@@ -238,10 +248,13 @@ def _launch(queries, where, out, scale: float, max_seq_len: int) -> None:
         P=q_pe.shape[2],
         PAGE=cache.shape[2],
         SPLIT=splits > 1,
+        LSE=splits > 1 or total is not None,
         **options,
     )
     if splits > 1:
         attention_merge(target, lse, out=out)
+        if total is not None:
+            torch.logsumexp(lse, dim=-1, out=total)
 
 
 def count_splits(pairs: int, keys: int, tile: int) -> int:

@@ -7,13 +7,15 @@ it works on latents. Where many new tokens look at each other, it is cheaper to 
 numbers a head) once: N + P + V operations, a third. What was in the cache before joins by the log of the denominator,
 which is why that is a result, too. Nothing here is paged: keys and values of a step lie one behind the other.
 
-One program = (query tile, head). Tiles are numbered as in `attention_prefill.py`; keys before the diagonal need no mask.
-The rotated part k_pe is one for all heads.
+One program = (query tile, head). Tiles are numbered as in `attention_prefill.py`; keys before the diagonal are not
+masked. The rotated part k_pe is one for all heads.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; Dao, arXiv:2307.08691 (FlashAttention-2).
 
 Before: `latent_write.py`, the product that makes keys and values.  After: the join with the cached part.
 """
+
+from itertools import pairwise
 
 import torch
 import triton
@@ -41,7 +43,7 @@ def attention_ragged_reference(
     out = torch.zeros(v.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(v.shape[:2], -torch.inf, device=q.device)
     edges = query_start.tolist()
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in pairwise(edges):
         one = slice(first, last)
         scores = torch.einsum("mhd,nhd->hmn", q[one].float(), k[one].float())
         scores += torch.einsum("mhp,np->hmn", q_pe[one].float(), k_pe[one].float())

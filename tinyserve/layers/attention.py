@@ -44,6 +44,7 @@ class Batch(Protocol):
         slots_to_write: for each KV group [T] int64; block * block_size + offset of each token, -1 for padding.
         num_seqs: S.   num_decodes: leading sequences with exactly one token.
         max_query_len, max_seq_len: upper bounds over the sequences.
+        max_cached_len: upper bound of what a sequence with several tokens had in the cache before this step.
         memo: empty when the step begins; what its layers share on the CPU (kernels/launch.py::once).
     """
 
@@ -57,6 +58,7 @@ class Batch(Protocol):
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    max_cached_len: int
     memo: dict
 
 

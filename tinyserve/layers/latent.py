@@ -2,12 +2,15 @@
 
     h -> [ q latent ] -> norm -> q of each head      (or h -> q directly, in small models)
     h -> [ latent c | k_pe ] -> norm of c, rotation of k_pe -> cache
-    q_c = q_nope W_k     attention over the latents themselves     mixed W_v -> out
+    cached tokens:   q_c = q_nope W_k     attention over the latents themselves     mixed W_v
+    tokens of the same step:    k = c W_kᵀ, v = c W_vᵀ     attention of each head over its own keys and values
 
 W_k and W_v are halves of one stored matrix, by head. Moving W_k to the query side and W_v behind the sum ("absorbed")
-lets all heads read the same latents, and nothing of the size heads x length is ever made.
+lets all heads read the same latents, and nothing of the size heads x length is ever made. For many new tokens among
+themselves the other way is a third of the work. Both kinds of keys join by the logs of their denominators.
 
-Before: layers/{linear,norm,rope}.py, kernels/{latent_write,attention_latent}.py.  After: models/deepseek.py.
+Before: layers/{linear,norm,rope}.py, kernels/{latent_write,attention_latent,attention_ragged}.py.
+After: models/deepseek.py.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
@@ -17,8 +20,10 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..kernels.attention_latent import attention_latent
+from ..kernels.attention_ragged import attention_ragged
 from ..kernels.latent_write import latent_write
 from ..kernels.launch import once
 from ..kv.groups import LayerKV
@@ -133,21 +138,51 @@ class LatentAttention(nn.Module):
         q = q.unflatten(1, (sizes.heads, -1))
         slots, rope = batch.slots_to_write[cache.group], self.rope
         places = (batch.positions, rope.cos_sin, self.kv_norm.weight, cache.k, slots)
-        q_pe, _ = latent_write(q, kv, *places, eps=self.kv_norm.eps, interleaved=rope.interleaved)
-        q_c = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.kv_up.keys)  # [heads, T, C]
+        q_pe, latent = latent_write(q, kv, *places, eps=self.kv_norm.eps, interleaved=rope.interleaved)
+        q_nope = q[..., : sizes.nope]
+        if batch.num_decodes == batch.num_seqs:
+            mixed = self._over_cache(q_nope, q_pe, batch)
+        else:
+            mixed = self._over_step(q_nope, q_pe, latent, batch)
+        return handed_on(self.out, mixed.flatten(1), x)
+
+    def _over_cache(self, q_nope: Tensor, q_pe: Tensor, batch: Batch, lse: Tensor | None = None) -> Tensor:
+        """Attend over cached latents, [T, heads, V]; the first T tokens of the step, as `token_rows` says.
+
+        lse: [T, heads], gets the log of the denominators.
+        """
+        q_c = torch.bmm(q_nope.transpose(0, 1), self.kv_up.keys)  # [heads, T, C]
         mixed = torch.empty_like(q_c)
+        rows, lengths = once(batch.memo, ("latent rows",), lambda: token_rows(batch))
         attention_latent(
             q_c.transpose(0, 1),
             q_pe,
-            cache.k,
-            batch.block_tables[cache.group],
-            *once(batch.memo, ("latent rows",), lambda: token_rows(batch)),
+            self.cache.k,
+            batch.block_tables[self.cache.group],
+            rows[: len(q_pe)],
+            lengths[: len(q_pe)],
             scale=self.scale,
             max_seq_len=batch.max_seq_len,
             out=mixed.transpose(0, 1),
+            lse=lse,
         )
-        values = torch.bmm(mixed, self.kv_up.values.transpose(1, 2))  # [heads, T, V]
-        return handed_on(self.out, values.transpose(0, 1).flatten(1), x)
+        return torch.bmm(mixed, self.kv_up.values.transpose(1, 2)).transpose(0, 1)
+
+    def _over_step(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, batch: Batch) -> Tensor:
+        """Attend where some sequences have several tokens: over each other, and over what was in the cache before."""
+        sizes, decodes = self.sizes, batch.num_decodes
+        both = F.linear(latent[:, : sizes.latent], self.kv_up.weight).unflatten(1, (sizes.heads, -1))
+        k, v = both.split((sizes.nope, sizes.value), dim=-1)
+        starts = batch.query_start[decodes:]
+        own, own_lse = attention_ragged(q_nope, q_pe, k, latent[:, sizes.latent :], v, starts, scale=self.scale)
+        if batch.max_cached_len:
+            lse = torch.empty_like(own_lse)
+            cached = self._over_cache(q_nope, q_pe, batch, lse)
+            share = torch.sigmoid(lse - own_lse).nan_to_num_(0.0)[..., None]  # neither there: padding
+            return torch.lerp(own.float(), cached.float(), share).to(own.dtype)
+        if decodes:
+            own[:decodes] = self._over_cache(q_nope[:decodes], q_pe[:decodes], batch)
+        return own
 
     def _project(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """q [T, heads * (N + P)] and kv [T, C + P], views or not."""
@@ -158,14 +193,17 @@ class LatentAttention(nn.Module):
 
 
 def token_rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """For each token, its row of the block tables and how many positions it sees, both [T] int32.
+    """For each token, its row of the block tables and how many cached positions it sees, both [T] int32.
 
-    Tokens of the padding behind the last sequence see none.
+    A token that decodes sees its whole sequence, itself included. Where several tokens are new, each sees what was
+    there before the step; what they see of each other is not looked up. Padding sees nothing.
     """
     if batch.num_decodes == batch.num_seqs:
         return torch.arange(batch.num_seqs, dtype=torch.int32, device=batch.positions.device), batch.seq_lens
     ends = batch.query_start[1:]
     number = torch.arange(batch.positions.shape[0], dtype=torch.int32, device=ends.device)
     rows = torch.searchsorted(ends, number, right=True, out_int32=True)
-    seen = torch.where(rows < batch.num_seqs, batch.positions + 1, 0)
-    return rows.clamp(max=batch.num_seqs - 1), seen.to(torch.int32)
+    owner = rows.clamp(max=batch.num_seqs - 1)
+    before = batch.positions - (number - batch.query_start[owner])
+    seen = torch.where(rows < batch.num_decodes, batch.positions + 1, before)
+    return owner, torch.where(rows < batch.num_seqs, seen, 0).to(torch.int32)

@@ -95,6 +95,7 @@ class Batch:
         logit_rows: [S] int32: the token after which each sequence's next one is chosen.
         num_decodes: how many leading sequences have exactly one query token.
         max_seq_len: no entry of seq_lens is larger.
+        max_cached_len: no sequence of several query tokens had more in the cache before this step.
         views: the buffers that all of this stands in.
         memo: what the layers of this step share on the CPU (kernels/launch.py::once).
     """
@@ -112,6 +113,7 @@ class Batch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    max_cached_len: int
     views: Views
     memo: dict = field(factory=dict)
 
@@ -295,7 +297,7 @@ class BatchBuilder:
             values=RowValues.of(slots, out.params, out.seeds),
         )
 
-    def batch(self, views: Views, max_query_len: int, max_seq_len: int) -> Batch:
+    def batch(self, views: Views, max_query_len: int, max_seq_len: int, max_cached_len: int) -> Batch:
         """The Batch that layers read; its gathered parts hold something after `gather`."""
         shape, out = views.shape, views.out
         # References copy what they are given, so on the CPU tables end with the longest sequence.
@@ -314,6 +316,7 @@ class BatchBuilder:
             num_decodes=shape.decodes,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            max_cached_len=max_cached_len,
             views=views,
         )
 

@@ -164,7 +164,8 @@ class Runner:
 
     def _padding(self, shape: Shape) -> Batch:
         views = self.batches.send((), shape)
-        return self.batches.batch(views, max(shape.tokens - shape.decodes, 1), self.limits.max_model_len)
+        longest = self.limits.max_model_len
+        return self.batches.batch(views, max(shape.tokens - shape.decodes, 1), longest, longest)
 
     @torch.inference_mode()
     def _enqueue(self, step: StepInput) -> _Launched:
@@ -212,7 +213,8 @@ class Runner:
 
         def compute() -> Computed:
             longest = max(piece.end for piece in pieces)
-            batch = self.batches.batch(views, max(piece.count for piece in pieces), longest)
+            cached = max((piece.start for piece in pieces if piece.count > 1), default=0)
+            batch = self.batches.batch(views, max(piece.count for piece in pieces), longest, cached)
             return self._compute(batch, filters=asks.filters, sampled=sampled, chosen=not again)
 
         computed = self.graphs.run(views, compute)
