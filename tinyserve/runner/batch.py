@@ -108,7 +108,6 @@ class Batch:
     block_tables: tuple[torch.Tensor, ...]
     slots_to_write: tuple[torch.Tensor, ...]
     logit_rows: torch.Tensor
-    num_tokens: int
     num_seqs: int
     num_decodes: int
     max_query_len: int
@@ -116,6 +115,11 @@ class Batch:
     max_cached_len: int
     views: Views
     memo: dict = field(factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.views.shape.tokens
 
 
 class _Layout:
@@ -311,7 +315,6 @@ class BatchBuilder:
             block_tables=tuple(table[:, :width] for table in out.tables),
             slots_to_write=tuple(out.writes),
             logit_rows=views.logit_rows,
-            num_tokens=shape.tokens,
             num_seqs=shape.seqs,
             num_decodes=shape.decodes,
             max_query_len=max_query_len,
