@@ -77,7 +77,7 @@ def pickled(folder: Path) -> str:
     if not found:
         return ""
     return (
-        f" {found[0]} is a pickle, which may run any code when it is opened, so it is not. If you trust it, convert it: "
+        f" {found[0]} is a pickle, which may run any code when it is opened, so it is not. If you trust it: "
         f'python -c \'from transformers import AutoModelForCausalLM as M; M.from_pretrained("{folder}")'
         f'.save_pretrained("{folder}")\''
     )

@@ -181,8 +181,8 @@ def _in_folder(name: str, kind: str, folder: Path, load_format: str, quant: str 
     if kind == "folder" and (folder / "config.json").is_file():
         return Source(name, kind, folder)  # tokenizer and config only: enough for dummy weights
     hint = (
-        f" For a GGUF file of the repository name its type: {name}:Q4_K_M. Pickles (*.bin, *.pt) are not fetched, as they "
-        "may run any code: convert them with transformers' save_pretrained."
+        f" For a GGUF file of the repository name its type: {name}:Q4_K_M. Pickles (*.bin, *.pt) are not fetched, as "
+        "they may run any code: convert them with transformers' save_pretrained."
         if kind == "hub"
         else ""
     )
