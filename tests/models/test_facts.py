@@ -126,6 +126,28 @@ def test_internlm3_is_llama_with_biases_of_its_own_names(tmp_path):
     torch.testing.assert_close(logits_of(load(folder), tokens), expected, **CLOSE)
 
 
+def test_internlm2_is_llama_with_groups_of_heads_in_one_matrix(tmp_path):
+    """Of each key/value head: its two queries, its key, its value."""
+    folder, tokens = saved(tmp_path, oracles.llama()), oracles.prompt(20)
+    expected = oracles.reference_logits(folder, tokens)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.self_attn."
+        q, k, v = (tensors.pop(f"{prefix}{name}_proj.weight").view(2, -1, 20, 48) for name in "qkv")
+        tensors[f"{prefix}wqkv.weight"] = torch.cat((q, k, v), dim=1).reshape(-1, 48).contiguous()
+    names = {
+        "embed_tokens": "tok_embeddings", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.wqkv": "attention.wqkv", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2", "lm_head": "output",
+    }  # fmt: skip
+    for old, new in names.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, lambda config: config.update(architectures=["InternLM2ForCausalLM"], bias=False))
+
+    torch.testing.assert_close(logits_of(load(folder), tokens), expected, **CLOSE)
+
+
 OLD_NAMES = {
     # The checkpoints that people have were saved from the bare model, with masks that nobody needs any more.
     "gpt2": ("transformer.", {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.2.attn.masked_bias": torch.ones(())}),

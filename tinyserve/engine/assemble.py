@@ -164,7 +164,7 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> Any
         depth=options.depth,
     )
     graphs: Any = Eager()
-    if device.has_graphs and not config.runner.enforce_eager:
+    if device.has_graphs and not config.runner.enforce_eager and getattr(parts.model, "recordable", True):
         sizes = config.runner.cudagraph_capture_sizes
         graphs = Recorded(device, Wanted.usual(limits.max_seqs, limits.max_tokens, sizes))
     return Runner(parts.model, sampler, limits, device, graphs)

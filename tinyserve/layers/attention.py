@@ -145,6 +145,7 @@ class Attention(Part):
         # A norm after the rotation: the rotation keeps the length, so the kernel may normalise first, by weights of 1.
         # Both weights then go to q, as only the product of q and k counts.
         self.late_weight: Tensor | None = None
+        self.unit: Tensor | None = None
         self.invariant = False  # whether a row's numbers must have the same bits in every batch
 
     def layer_kv(self) -> LayerKV:
@@ -161,6 +162,7 @@ class Attention(Part):
             )
         if self.q_norm is not None and self.rope is not None and self.rope.before_norm:
             self.late_weight = (self.q_norm.weight + self.q_norm.offset) * (self.k_norm.weight + self.k_norm.offset)
+            self.unit = torch.ones_like(self.late_weight)
 
     def forward(self, x: Tensor | Normed, batch: Batch) -> Tensor | Product:
         """[T, H] -> [T, H]"""
@@ -176,8 +178,8 @@ class Attention(Part):
             batch.slots_to_write[cache.group],
             num_heads=self.heads.queries,
             num_kv_heads=self.heads.kv,
-            q_weight=None if q_norm is None else q_norm.weight if late is None else torch.ones_like(late),
-            k_weight=None if q_norm is None else self.k_norm.weight if late is None else torch.ones_like(late),
+            q_weight=None if q_norm is None else q_norm.weight if late is None else self.unit,
+            k_weight=None if q_norm is None else self.k_norm.weight if late is None else self.unit,
             eps=1e-6 if q_norm is None else q_norm.eps,
             weight_offset=0.0 if q_norm is None or late is not None else q_norm.offset,
             interleaved=rope is not None and rope.interleaved,

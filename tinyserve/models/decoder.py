@@ -40,6 +40,8 @@ class Decoder(nn.Module):
         logit_scale: factor on the logits, before the cap.
     """
 
+    recordable = True  # a step may be replayed as a device graph
+
     def __init__(
         self,
         config: ModelConfig,

@@ -137,6 +137,8 @@ class Fallback(nn.Module):
         layers: what each attention layer keeps, by the layer's id, in order.
     """
 
+    recordable = False  # its modules may ask the device for numbers, which no graph can hold
+
     def __init__(self, config: ModelConfig, body: nn.Module, head: nn.Module, layers: Mapping[int, LayerKV]) -> None:
         super().__init__()
         self.config = config

@@ -56,6 +56,7 @@ FAMILIES = {
     "GraniteMoeForCausalLM": "granite_moe",
     "HeliumForCausalLM": "ernie",
     "HunYuanDenseV1ForCausalLM": "hunyuan",
+    "InternLM2ForCausalLM": "internlm2",
     "InternLM3ForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
     "LlamaForCausalLM": "llama",
