@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import logging
-import random
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-BEGAN = time.perf_counter()
+from tinyserve.bench.measure import Work, measure
 
 
 @frozen(kw_only=True)
@@ -88,46 +87,21 @@ ROWS = {
 }
 
 
-def work(row: Row) -> list[tuple[list[int], int]]:
-    """Prompt and number of output tokens of each request."""
-    draw = random.Random(0)
-
-    def size(wanted):
-        return draw.randint(*wanted) if isinstance(wanted, tuple) else wanted
-
-    return [([draw.randrange(10000) for _ in range(size(row.prompt))], size(row.out)) for _ in range(row.batch)]
+def work(row: Row) -> Work:
+    """The row's requests. Rows of milliseconds stream; the others are read as LLM.generate reads."""
+    how = {"temperature": row.temperature, "stream": row.unit == "ms/token"}
+    return Work.random(row.batch, row.prompt, row.out, **how)
 
 
 async def once(engine, row: Row) -> dict:
-    """Run the row's requests together; times of every token."""
-    from tinyserve import SamplingParams
-    from tinyserve.request import RequestOutputKind
-
-    kind = RequestOutputKind.DELTA if row.unit == "ms/token" else RequestOutputKind.FINAL_ONLY
-
-    async def one(prompt, count):
-        sampling = SamplingParams(
-            temperature=row.temperature, seed=1, max_tokens=count, ignore_eos=True, detokenize=False, output_kind=kind
-        )
-        tokens = 0
-        async for output in engine.generate(prompt, sampling):
-            tokens += len(output.token_ids)
-        return tokens, output.metrics
-
-    jobs = work(row)
-    began, before = time.perf_counter(), time.monotonic()
-    ended = await asyncio.gather(*(one(*job) for job in jobs))
-    seconds = time.perf_counter() - began
-    times = sorted((timing.first_token_ts, timing.last_token_ts, tokens) for tokens, timing in ended)
-    prompts = sum(len(prompt) for prompt, _ in jobs)
-    first, last, tokens = times[-1]
-    pace = (last - first) / max(tokens - 1, 1) * 1000
-    found = {"ms/token": pace, "tok/s": sum(t for *_, t in times) / seconds, "prompt tok/s": prompts / seconds}
+    """Run the row's requests together."""
+    found = await measure(engine, work(row))
+    values = {"ms/token": found.pace_ms, "tok/s": found.output_rate, "prompt tok/s": found.prompt_rate}
     return {
-        "value": found[row.unit],
-        "ttft_ms": (times[len(times) // 2][0] - before) * 1000,
-        "seconds": seconds,
-        "prefill_tok_s": prompts / (first - before),
+        "value": values[row.unit],
+        "ttft_ms": found.first_ms[len(found.first_ms) // 2],
+        "seconds": found.seconds,
+        "prefill_tok_s": found.prompt_tokens / found.prefill_seconds,
     }
 
 
@@ -245,7 +219,7 @@ def summary(row: Row, runs: list[dict]) -> dict:
     low = row.unit == "ms/token"
     return {
         "value": round(value, 4 if low else 0),
-        "unit": row.unit,
+        "unit": row.unit.removeprefix("prompt "),
         "floor_pct": round(100 * (row.floor / value if low else value / row.floor), 1),
         "peer_ratio": round(row.peer / value if low else value / row.peer, 3),
         "meets_must": value <= row.must if low else value >= row.must,

@@ -36,6 +36,7 @@ RANKS = [
     ["text"],
     ["engine"],
     ["server"],
+    ["bench"],
     ["cli"],
     ["__init__", "__main__"],
 ]  # fmt: skip

@@ -22,10 +22,11 @@ COMMANDS = {
     "serve": ("serve", "run", "serve a model with OpenAI's HTTP API (the default)"),
     "chat": ("chat", "run_chat", "chat with a running server"),
     "complete": ("chat", "run_complete", "let a running server continue texts"),
+    "bench": ("bench", "run", "measure latency, throughput or the start"),
     "plan": ("plan", "run", "print the memory plan without loading weights"),
     "collect-env": ("report", "run", "print versions and devices for a bug report"),
 }
-LATER = ("bench", "run-batch")
+LATER = ("run-batch",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,102 @@
+"""`tinyserve bench`: figures that can be checked by hand, and one real run of a tiny model of noise."""
+
+import asyncio
+import json
+
+import pytest
+from attrs import frozen
+
+from tests.engine.test_device_graphs import FAMILIES, SHAPE
+from tinyserve.__main__ import main
+from tinyserve.bench.command import figures
+from tinyserve.bench.measure import Measured, Work, measure, percentiles
+
+
+@frozen
+class Timing:
+    first_token_ts: float
+    last_token_ts: float
+
+
+@frozen
+class Piece:
+    token_ids: tuple
+    metrics: Timing
+
+
+class Scripted:
+    """An engine whose requests start a second after another and make two tokens a second."""
+
+    def __init__(self, clock):
+        self.clock, self.asked = clock, []
+
+    async def generate(self, prompt, sampling):
+        self.asked.append((len(prompt), sampling.max_tokens, sampling.ignore_eos))
+        first = self.clock + len(self.asked)
+        await asyncio.sleep(0)
+        for k in range(sampling.max_tokens):
+            yield Piece((7,), Timing(first, first + k / 2))
+
+
+def test_times_are_the_engines_own(monkeypatch):
+    """Two requests: first tokens after 1 and 2 s, 3 tokens each, half a second apart."""
+    monkeypatch.setattr("tinyserve.bench.measure.time.monotonic", lambda: 100.0)
+    engine = Scripted(100.0)
+
+    found = asyncio.run(measure(engine, Work(prompts=[[1] * 4, [2] * 5], outputs=[3, 3])))
+
+    assert engine.asked == [(4, 3, True), (5, 3, True)]
+    assert (found.prompt_tokens, found.output_tokens) == (9, 6)
+    assert found.first_ms == [1000, 2000] and found.latency_ms == [2000, 3000]
+    assert found.pace_ms == 500 and found.prefill_seconds == 2
+
+
+def test_random_work_is_the_same_every_time():
+    work = Work.random(5, (2, 9), 4, ids=50)
+
+    assert work == Work.random(5, (2, 9), 4, ids=50) != Work.random(5, (2, 9), 4, ids=50, seed=1)
+    nano = Work.random(256, (100, 1024), (100, 1024))
+    assert sum(nano.outputs) == 133_966
+    assert all(2 <= len(prompt) <= 9 and max(prompt) < 50 for prompt in work.prompts) and list(work.outputs) == [4] * 5
+
+
+def test_percentiles_and_rates():
+    """0 to 100: the 90th is 90. 50 output and 150 prompt tokens in 2 s: 25 and 100 a second."""
+    assert percentiles(range(101)) == {"mean": 50, "p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([3.0]) == {"mean": 3, "p50": 3, "p90": 3, "p99": 3}
+    run = Measured(
+        seconds=2.0, prompt_tokens=150, output_tokens=50, first_ms=[1], latency_ms=[9], pace_ms=1, prefill_seconds=1
+    )
+    assert figures("throughput", [run])["output_tok_s"]["p50"] == 25
+    assert figures("throughput", [run])["total_tok_s"]["p50"] == 100
+
+
+def test_latency_of_a_model_of_noise(tmp_path, capsys):
+    """From the command line to a JSON file: 2 runs of 2 requests, 3 tokens each."""
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 4, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES["llama"] | small))
+    file = tmp_path / "out.json"
+    sizes = ["--batch-size", "2", "--input-len", "4", "--output-len", "3", "--runs", "2", "--output-json", str(file)]
+
+    code = main(["bench", "latency", str(tmp_path), "--load-format", "dummy", "--device", "cpu", *sizes])
+
+    assert code == 0
+    result = json.loads(file.read_text())
+    assert result["runs"] == 2 and len(result["seconds"]) == 2
+    assert 0 < result["ttft_ms"]["p50"] <= result["latency_ms"]["p99"]
+    assert "ms_per_token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["latenzy"], "latency"),
+        (["serve"], "does not exist yet"),
+        (["latency", "m", "--runs", "many"], "runs"),
+        (["latency", "m", "--runs", "-1"], "negative"),
+        ([], "latency, throughput, startup, anchors, kernels"),
+    ],
+)
+def test_mistakes_are_one_line(argv, said, capsys):
+    assert main(["bench", *argv]) == 2
+    assert said in capsys.readouterr().err

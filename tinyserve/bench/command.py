@@ -1,0 +1,134 @@
+"""`bench latency`, `bench throughput` and `bench startup`: an engine with any options, measured in this process.
+
+    python -m tinyserve bench latency MODEL --batch-size 8 --input-len 128 --output-len 128
+    python -m tinyserve bench throughput MODEL --num-prompts 256 --input-len 512 --output-len 256
+    python -m tinyserve bench startup MODEL --runs 3           from the command to the first token, a process a run
+
+All options of `serve` are understood besides. Prompts are random ids, the same in every run; prefix caching is off
+unless it is asked for. `--load-format dummy` measures a model of which there is only a config.json.
+
+Before: measure.py, engine/engine.py.  After: cli/bench.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from .measure import Measured, Work, measure, percentiles
+
+FIRST = "first token after"  # what a child of `startup` says
+
+
+def arguments(kind: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own options, and the others, which are the engine's. Raises: ConfigError: a wrong number."""
+    parser = argparse.ArgumentParser(prog=f"tinyserve bench {kind}", allow_abbrev=False, exit_on_error=False)
+    if kind == "startup":
+        parser.add_argument("--runs", type=int, default=3, help="processes, one after the other")
+    else:
+        many = kind == "throughput"
+        batch = "--num-prompts" if many else "--batch-size"
+        parser.add_argument(batch, dest="batch", type=int, default=256 if many else 8, help="requests given at once")
+        parser.add_argument("--input-len", type=int, default=512 if many else 128, help="tokens of a prompt")
+        parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer")
+        parser.add_argument("--runs", type=int, default=3 if many else 10, help="timed runs")
+        parser.add_argument("--warmup", type=int, default=1, help="runs before them")
+    parser.add_argument("--output-json", type=Path, help="file for the figures")
+    try:
+        found, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    if any(value is not None and not isinstance(value, Path) and value < 0 for value in vars(found).values()):
+        raise ConfigError(f"tinyserve bench {kind}: numbers must not be negative.")
+    return found, rest
+
+
+async def run(kind: str, options: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+    """Start an engine, warm it up and measure; returns the figures."""
+    from ..engine.engine import Engine
+
+    began = time.monotonic()
+    engine = await Engine.start(config)
+    ready = time.monotonic() - began
+    try:
+        longest = engine.max_model_len
+        if options.input_len + options.output_len > longest:
+            raise ConfigError(f"--input-len and --output-len are more than the context of {longest} tokens.")
+        ids = min(engine.machine.vocab_size, 10_001)
+        sizes = options.batch, options.input_len, options.output_len
+        work = Work.random(*sizes, ids=ids, stream=kind == "latency")
+        for _ in range(options.warmup):
+            await measure(engine, work)
+        runs = [await measure(engine, work) for _ in range(max(options.runs, 1))]
+    finally:
+        await engine.close()
+    return {"ready_s": round(ready, 2), **figures(kind, runs)}
+
+
+def figures(kind: str, runs: Sequence[Measured]) -> dict[str, Any]:
+    """The runs in numbers: percentiles over all their requests, or the rates of each run."""
+    found: dict[str, Any] = {"runs": len(runs), "seconds": [round(run.seconds, 4) for run in runs]}
+    if kind == "latency":
+        found["ttft_ms"] = percentiles([one for run in runs for one in run.first_ms])
+        found["latency_ms"] = percentiles([one for run in runs for one in run.latency_ms])
+        found["ms_per_token"] = percentiles([run.pace_ms for run in runs])
+    else:
+        found["output_tok_s"] = percentiles([run.output_rate for run in runs])
+        found["total_tok_s"] = percentiles([run.output_rate + run.prompt_rate for run in runs])
+    return found
+
+
+def startup(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Seconds from the command to the first token, a new process each time. Raises: ConfigError: one failed."""
+    found = []
+    for _ in range(max(options.runs, 1)):
+        began = time.monotonic()
+        command = [sys.executable, "-m", "tinyserve", "bench", "first-token", *argv]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        lines = [line for line in child.stdout if line.startswith(FIRST)]
+        if child.wait() or not lines:
+            raise ConfigError("the engine did not start; its own message stands above.")
+        found.append(float(lines[-1].split()[-1]) - began)
+    return {"runs": len(found), "first_token_s": percentiles(found), "each_s": [round(one, 2) for one in found]}
+
+
+async def first_token(config: EngineConfig) -> None:
+    """Start, make one token, and say when on the machine's monotonic clock, which all processes share."""
+    from ..engine.engine import Engine
+
+    engine = await Engine.start(config)
+    await measure(engine, Work(prompts=[[1] * 16], outputs=[1]))
+    print(FIRST, time.monotonic(), flush=True)
+    await engine.close()
+
+
+def without_prefix_cache(config: EngineConfig, argv: Sequence[str]) -> EngineConfig:
+    """The config with prefix caching off, unless the command line speaks of it: runs repeat their prompts."""
+    if any("enable" in text and "prefix" in text for text in argv):
+        return config
+    return evolve(config, cache=evolve(config.cache, enable_prefix_caching=False))
+
+
+def report(result: dict[str, Any], file: Path | None) -> None:
+    """Print the figures, a line each, and write them."""
+    for name, value in result.items():
+        text = ", ".join(f"{key} {number}" for key, number in value.items()) if isinstance(value, dict) else value
+        print(f"{name:<16}{text}")
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main(kind: str, options: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+    """Run `latency` or `throughput` to the end."""
+    return asyncio.run(run(kind, options, config))
