@@ -155,20 +155,6 @@ def test_once_makes_a_thing_once_a_step_and_anew_without_a_memo():
     assert [launch.once(None, ("a",), make), launch.once(None, ("a",), make)] == [2, 3]
 
 
-def test_caches_side_by_side_are_seen_as_one():
-    """[B, P, 2, Hkv, D] = [5, 4, 2, 3, 8]: number 7 of v head 2 at place 3 of block 4 is the last of all."""
-    both = torch.arange(5.0 * 4 * 2 * 3 * 8).view(5, 4, 2, 3, 8)
-    k, v = (one.transpose(1, 2) for one in both.unbind(2))
-
-    found = launch.joined(k, v)
-
-    assert torch.equal(found, both.flatten(2, 3)) and found.data_ptr() == both.data_ptr()
-    assert found[4, 3, 5, 7] == v[4, 2, 3, 7] == both.numel() - 1
-    assert launch.joined(v, k) is None
-    assert launch.joined(k.contiguous(), v.contiguous()) is None
-    assert launch.joined(k, v.clone(memory_format=torch.preserve_format)) is None
-
-
 @compiles
 def test_noted_launches_are_compiled_together():
     """Two variants, asked for three times: inside `noting` none is compiled, afterwards all three find theirs."""
