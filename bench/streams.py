@@ -1,6 +1,6 @@
 """How many streamed tokens a second one process can send, when the model costs nothing.
 
-    python -m bench.streams [--connections 256] [--tokens 200] [--profile]
+    python -m bench.streams [--connections 256] [--tokens 200] [--stream-interval 1] [--profile]
 
 A real engine, scheduler and HTTP server around a runner that gives the same token to everybody at once, and clients in
 another process that only count events. What remains is the front: scheduling, text, JSON, HTTP, sockets. The figure
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import json
 import multiprocessing
 import pstats
@@ -22,6 +23,7 @@ from concurrent.futures import Future
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tinyserve import config
+from tinyserve.cli.serve import COLLECT_AFTER, SWITCH_INTERVAL
 from tinyserve.engine.assemble import Machine
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.parts import Parts
@@ -106,9 +108,9 @@ def clients(port: int, connections: int, tokens: int, pipe) -> None:
     pipe.send(asyncio.run(work()))
 
 
-async def measure(connections: int, tokens: int, profile: bool) -> None:
+async def measure(connections: int, tokens: int, interval: int, profile: bool) -> None:
     options = {"model": "script", "port": 0, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
-    settings = config.build({**options, "disable_log_stats": True})
+    settings = config.build({**options, "disable_log_stats": True, "stream_interval": interval})
     engine = await engine_of(settings)
     server = Server(Service(settings, engine), open_socket(settings.server))
     await server.start()
@@ -116,7 +118,7 @@ async def measure(connections: int, tokens: int, profile: bool) -> None:
     ours, theirs = multiprocessing.Pipe()
     other = multiprocessing.get_context("spawn").Process(target=clients, args=(port, connections, tokens, theirs))
     other.start()
-    profiler = cProfile.Profile(time.thread_time) if profile else None
+    profiler = cProfile.Profile() if profile else None
     while not engine.streams:
         await asyncio.sleep(0.001)
     begin, used = time.monotonic(), time.process_time()
@@ -128,11 +130,15 @@ async def measure(connections: int, tokens: int, profile: bool) -> None:
     if profiler:
         profiler.disable()
     events, wall = ours.recv()
+    sent = connections * tokens
     other.join()
     await server.stop()
     print(
-        f"{events} tokens over {connections} connections in {wall:.2f} s: {events / wall:,.0f} tokens/s; the server "
-        f"took {used:.2f} s of processor time ({100 * used / seconds:.0f} %), {used / events * 1e6:.1f} us a token"
+        f"{sent} tokens in {events} events over {connections} connections in {wall:.2f} s: {sent / wall:,.0f} a second"
+    )
+    print(
+        f"the server took {used:.2f} s of processor time ({100 * used / seconds:.0f} %), {used / sent * 1e6:.1f} us a "
+        f"token: {sent / used:,.0f} tokens a second with a core of its own"
     )
     if profiler:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
@@ -142,10 +148,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--connections", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    sys.setswitchinterval(5e-4)
-    asyncio.run(measure(options.connections, options.tokens, options.profile))
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+    asyncio.run(measure(options.connections, options.tokens, options.stream_interval, options.profile))
 
 
 if __name__ == "__main__":

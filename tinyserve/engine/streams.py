@@ -81,7 +81,7 @@ class Stream:
         self._started: set[int] = set()
         self._due: dict[int, None] = {}  # answers with something to show, oldest first
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # who waits; one future a wait is cheaper than an Event
 
     @property
     def exhausted(self) -> bool:
@@ -96,7 +96,7 @@ class Stream:
             waiting[:] = [merged(waiting)]
         if output.finished or self._enough(output.index, waiting):
             self._due[output.index] = None
-            self._news.set()
+            self.wake()
 
     def _enough(self, index: int, waiting: list[Output]) -> bool:
         """Whether what waits of an answer is to be shown now."""
@@ -115,11 +115,12 @@ class Stream:
         self._waiting.clear()
         self.later = None
         self._error = error
-        self._news.set()
+        self.wake()
 
     def wake(self) -> None:
         """Let the reader look again."""
-        self._news.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> Output:
         """The next output; waits for it. Raises: the error given to `fail`."""
@@ -127,8 +128,8 @@ class Stream:
             if self.later and self.later.aborted:
                 await asyncio.sleep(0)  # there may be thousands
                 return self.later.ended()
-            self._news.clear()
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._error is not None:
             raise self._error
         index = next(iter(self._due))
