@@ -39,6 +39,11 @@ ARCHITECTURES = {
     "cohere2": gguf.MODEL_ARCH.COHERE2,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "arcee": gguf.MODEL_ARCH.ARCEE,
+    "seed-oss": gguf.MODEL_ARCH.SEED_OSS,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "exaone4-stretched": gguf.MODEL_ARCH.EXAONE4,
+    "nemotron": gguf.MODEL_ARCH.NEMOTRON,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
@@ -61,6 +66,8 @@ def converted(name, tensor, family, config):
         return paired(tensor, config.num_attention_heads)
     if family in PAIRED and "k_proj" in name:
         return paired(tensor, config.num_key_value_heads)
+    if family == "nemotron":
+        return tensor + 1 if name.endswith("norm.weight") else tensor
     return tensor + 1 if family.startswith("gemma") and "norm" in name else tensor
 
 
@@ -71,7 +78,9 @@ def write_own(writer, family, config):
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if family == "olmo3":
+    if family == "exaone4":
+        writer.add_sliding_window(config.sliding_window)
+    if family in ("olmo3", "exaone4"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if family in ("mixtral", "qwen3moe", "olmoe", "gpt-oss"):
         writer.add_expert_count(config.num_local_experts)
@@ -168,7 +177,11 @@ def write(path, family, folder, config, *, quantized=False, extra=()):
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     writer.add_value_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    centred = getattr(config, "layer_norm_eps", None) or getattr(config, "norm_epsilon", None)
+    centred = (
+        getattr(config, "layer_norm_eps", None)
+        or getattr(config, "norm_eps", None)
+        or getattr(config, "norm_epsilon", None)
+    )
     if centred:
         writer.add_layer_norm_eps(centred)
     else:
@@ -226,6 +239,13 @@ def config_of(family):
         ),
         "starcoder2": partial(oracles.make, "Starcoder2"),
         "arcee": partial(oracles.make, "Arcee"),
+        "seed-oss": partial(oracles.make, "SeedOss", head_dim=24),
+        "glm4": partial(oracles.make, "Glm4", head_dim=16),
+        "exaone4": partial(oracles.make, "Exaone4", head_dim=16, sliding_window=5, layer_types=oracles.KINDS3),
+        "exaone4-stretched": partial(
+            oracles.make, "Exaone4", head_dim=16, sliding_window=None, layer_types=["full_attention"] * 3
+        ),
+        "nemotron": partial(oracles.make, "Nemotron", head_dim=16),
         "mixtral": partial(oracles.make, "Mixtral", num_local_experts=4, num_experts_per_tok=2),
         "qwen3moe": partial(
             oracles.make, "Qwen3Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16,

@@ -38,6 +38,10 @@ ARCHITECTURES = {
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
     "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),
     "arcee": ("arcee", "ArceeForCausalLM"),
+    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "nemotron": ("nemotron", "NemotronForCausalLM"),
 }
 # Metadata key without the architecture's prefix -> key of config.json. All are single whole numbers.
 SIZES = {
@@ -63,7 +67,7 @@ READ = {
     "command-r": ("logit_scale",),
     "cohere2": ("logit_scale",),
 }
-PARTIAL = ("phi3",)  # rotation of a part of each head
+PARTIAL = ("phi3", "glm4", "nemotron")  # rotation of a part of each head
 LATENT = ("deepseek2",)  # heads of several parts, of which OWN tells the sizes
 # Llama 3.1 and later stretch long wavelengths by these fixed numbers; the file holds only the resulting factors.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GEMMA3_FULL_EVERY = 6
 GEMMA3_LOCAL_THETA = 10000.0
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # the one size whose query scale is hidden/heads, not the head size
-OLMO3_FULL_EVERY = 4
+OLMO3_FULL_EVERY = EXAONE4_FULL_EVERY = 4
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Experts -> (groups, groups chosen) of DeepSeek-V3 and V2, in files that do not say.
 DEEPSEEK_GROUPS = {256: (8, 4), 160: (8, 3)}
@@ -68,10 +68,10 @@ def _gemma3(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
-    window, dim = facts.get("attention.sliding_window", 0), config["head_dim"]
+    window = facts.get("attention.sliding_window", 0)
     found = {
         "sliding_window": facts.size("attention.sliding_window") if window else None,
-        "partial_rotary_factor": facts.size("rope.dimension_count", dim) / dim,
+        **_part(facts, config),
     }
     if "rope_factors_long.weight" not in facts.file.tensors:
         return found
@@ -81,6 +81,19 @@ def _phi3(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
     if (amplitude := facts.number("rope.scaling.attn_factor", None)) is not None:
         found["rope_scaling"]["attention_factor"] = amplitude
     return found
+
+
+def _part(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
+    dim = config["head_dim"]
+    return {"partial_rotary_factor": facts.size("rope.dimension_count", dim) / dim}
+
+
+def _exaone4(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
+    own = {"attention_bias": None, "mlp_bias": None}
+    if not facts.get("attention.sliding_window", 0):
+        return own | {"sliding_window": None}
+    kinds = _kinds(facts, config["num_hidden_layers"], EXAONE4_FULL_EVERY)
+    return own | {"sliding_window": facts.size("attention.sliding_window"), "layer_types": kinds}
 
 
 def _numbers(file: GGUFFile, name: str) -> list[float]:
@@ -201,5 +214,9 @@ OWN = {
     "command-r": _cohere,
     "cohere2": _cohere,
     "starcoder2": _starcoder2,
+    "seed_oss": lambda facts, config: {"attention_out_bias": "blk.0.attn_output.bias" in facts.file.tensors},
+    "glm4": lambda facts, config: _part(facts, config) | {"mlp_bias": None},
+    "exaone4": _exaone4,
+    "nemotron": lambda facts, config: _part(facts, config) | {"hidden_act": "relu2"},
     "arcee": lambda facts, config: {"hidden_act": "relu2"},
 }

@@ -79,6 +79,16 @@ OWN_NAMES = {
         "blk.{}.post_attention_norm": _LAYER + "post_attention_layernorm",
         "blk.{}.post_ffw_norm": _LAYER + "post_feedforward_layernorm",
     },
+    "exaone4": {
+        "blk.{}.post_attention_norm": _LAYER + "post_attention_layernorm",
+        "blk.{}.post_ffw_norm": _LAYER + "post_feedforward_layernorm",
+    },
+    "seed_oss": {"blk.{}.post_attention_norm": _LAYER + "post_attention_layernorm"},
+    "glm4": {
+        "blk.{}.post_attention_norm": _LAYER + "post_self_attn_layernorm",
+        "blk.{}.post_ffw_norm": _LAYER + "post_mlp_layernorm",
+        "blk.{}.ffn_up": _LAYER + "mlp.gate_up_proj",
+    },
     "phi3": {
         "blk.{}.attn_qkv": _LAYER + "self_attn.qkv_proj",
         "blk.{}.ffn_up": _LAYER + "mlp.gate_up_proj",
@@ -90,7 +100,7 @@ OWN_NAMES = {
 }
 BARE = {"blk.{}.attn_sinks", "blk.{}.exp_probs_b"}  # the Hugging Face name of the only tensor, without ".weight"
 PAIRED_ROTARY = {"llama", "granite", "smollm3", "arcee"}  # q and k rows are stored for a rotation of neighbouring pairs
-NORM_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
+NORM_PLUS_ONE = {"gemma", "gemma2", "gemma3", "nemotron"}
 # Read with the metadata (gguf_config.py).
 ELSEWHERE = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
@@ -202,7 +212,7 @@ def stored_tensors(file: GGUFFile, num_heads: int, num_kv_heads: int) -> dict[st
                 f"{file.path}: {tensor.name} has {tensor.shape[0]} rows, which {heads} heads cannot share."
             )
         order = unpaired(tensor.shape[0], heads) if heads and architecture in PAIRED_ROTARY else None
-        minus = 1.0 if module.endswith("norm") and architecture in NORM_PLUS_ONE else 0.0
+        minus = 1.0 if tensor.name.endswith("norm.weight") and architecture in NORM_PLUS_ONE else 0.0
         name = names[pattern].format(number) + ("" if pattern in BARE else f".{kind}")
         if pattern.endswith(("attn_k_b", "attn_v_b")):
             keys, values = (file.tensors.get(f"blk.{number}.attn_{half}_b.weight") for half in "kv")
