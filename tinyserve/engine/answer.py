@@ -74,6 +74,8 @@ class Answer:
         self._texts: TokenTexts | None = None
         self._logprobs = params.logprobs
         self._asked = params.logprob_token_ids or ()
+        self._held_text: list[str] = []
+        self._held_ids: list[int] = []
         if params.detokenize:
             self._detokenizer = Detokenizer(
                 tokenizer,
@@ -85,6 +87,32 @@ class Answer:
                 self._texts = TokenTexts(tokenizer, request.prompt_ids)
         if params.stop:
             self._stops = StopFinder(params.stop, include=params.include_stop_str_in_output)
+
+    @property
+    def held(self) -> int:
+        """Tokens that the next output shows although they came before."""
+        return len(self._held_ids)
+
+    def hold(self, update: Update) -> bool:
+        """Keep what `update` adds for the next output, when it only adds tokens; False: it must go through `advance`.
+
+        For readers who want an answer once: an output a token would be made only to be joined with the others.
+        """
+        if (
+            update.finish_reason is not None
+            or update.error is not None
+            or update.prompt_logprobs is not None
+            or self._stops is not None
+            or self._logprobs is not None
+            or self.timing.first_token_ts is None
+        ):
+            return False
+        if self._detokenizer is not None:
+            self._held_text.append(self._detokenizer.push(update.token_ids))
+        self._held_ids += update.token_ids
+        self._produced += len(update.token_ids)
+        self.timing.count(len(update.token_ids), time.monotonic())
+        return True
 
     def advance(self, update: Update) -> Output:
         """The piece of the answer that `update` adds.
@@ -107,8 +135,8 @@ class Answer:
         output = Output(
             request_id=self.name,
             index=self.index,
-            text=text,
-            token_ids=ids,
+            text=self._with_held(text),
+            token_ids=(*self._take_ids(), *ids) if self._held_ids else ids,
             logprobs=None if self._logprobs is None else self._named(update, len(ids)),
             finish_reason=reason,
             stop_reason=stop,
@@ -123,12 +151,22 @@ class Answer:
         return Output(
             request_id=self.name,
             index=self.index,
-            text=text,
+            text=self._with_held(text),
+            token_ids=self._take_ids(),
             finish_reason=reason,
             usage=self._usage(),
             error=error,
             metrics=self.timing,
         )
+
+    def _with_held(self, text: str) -> str:
+        if self._held_text:
+            text, self._held_text = "".join([*self._held_text, text]), []
+        return text
+
+    def _take_ids(self) -> tuple[int, ...]:
+        held, self._held_ids = self._held_ids, []
+        return tuple(held)
 
     def _usage(self) -> Usage:
         return Usage(

@@ -59,16 +59,22 @@ class Meter:
             full = options.max_num_queued_reqs is not None and waiting >= options.max_num_queued_reqs
             self.metrics.rejected("queue_reqs" if full else "queue_tokens")
 
-    def output(self, answer: Answer, output: Output, before: float | None) -> None:
-        """An answer grew. before: when its token before this one came, None for the first."""
+    def more(self, answer: Answer, tokens: int, before: float) -> None:
+        """An answer grew by tokens that are shown later; not its first ones."""
+        self._generated += tokens
+        if tokens:
+            self._gaps.append(answer.timing.last_token_ts - before)
+
+    def output(self, answer: Answer, output: Output, before: float | None, held: int = 0) -> None:
+        """An answer grew. before: when its token before this one came, None for the first. held: tokens told of."""
         timing = answer.timing
-        self._generated += len(output.token_ids)
+        self._generated += len(output.token_ids) - held
         nothing_asked = output.finish_reason is FinishReason.LENGTH and not output.usage.completion_tokens
         if before is None and (output.token_ids or nothing_asked):
             self.metrics.admitted(
                 prompt_tokens=output.usage.prompt_tokens, cached_tokens=output.usage.cached_tokens
             )  # fmt: skip
-        if output.token_ids and timing.last_token_ts is not None:
+        if len(output.token_ids) > held and timing.last_token_ts is not None:
             if before is None:
                 self.metrics.first_token(timing.last_token_ts - timing.queued_ts)
             else:

@@ -75,7 +75,7 @@ class Stream:
         self.later: Later | None = None
         self.longest = 0  # tokens of the longest answer that has ended
         self._interval = interval
-        self._final_only = kind is RequestOutputKind.FINAL_ONLY
+        self.final_only = kind is RequestOutputKind.FINAL_ONLY
         self._shown: dict[int, Output] | None = {} if kind is RequestOutputKind.CUMULATIVE else None
         self._waiting: dict[int, list[Output]] = {}
         self._started: set[int] = set()
@@ -100,7 +100,7 @@ class Stream:
 
     def _enough(self, index: int, waiting: list[Output]) -> bool:
         """Whether what waits of an answer is to be shown now."""
-        if self._final_only:
+        if self.final_only:
             return False
         if self._interval == 1:
             return True
@@ -194,8 +194,11 @@ class Streams:
         if found is None:
             return
         answer, stream = found
-        before = answer.timing.last_token_ts
+        before, held = answer.timing.last_token_ts, answer.held
         try:
+            if stream.final_only and answer.hold(update):
+                self._meter.more(answer, len(update.token_ids), before)
+                return
             output = answer.advance(update)
         except Exception as error:  # one request's text must not end the loop of all
             _log.exception("request %s: its tokens could not be turned into text", answer.name)
@@ -206,7 +209,7 @@ class Streams:
             self._forget(answer, output)
             if update.finish_reason is None:
                 self._finish(answer.request.id, FinishReason.STOP if output.error is None else FinishReason.ABORT)
-        self._meter.output(answer, output, before)
+        self._meter.output(answer, output, before, held)
         stream.put(output)
 
     def cancel(self, stream: Stream, *, tell: bool, error: Callable[[], Exception] | None = None) -> None:
