@@ -261,18 +261,9 @@ def test_more_than_2_to_the_31_logits(device):
 
 
 def compile_cases():
-    for dtype in (torch.float32, torch.bfloat16):
-        for filtered in (False, True):
-
-            def case(dtype=dtype, filtered=filtered):
-                more = (torch.empty(3), torch.empty(3, dtype=torch.int32)) if filtered else ()
-                seeds, positions = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
-                sample(
-                    torch.empty(3, 151936, dtype=dtype), torch.empty(3), seeds, positions, *more, log_z=torch.empty(3)
-                )
-
-            yield case
-    row = torch.empty(3)
+    row, logits = torch.empty(3), torch.empty(3, 151936, dtype=torch.bfloat16)
     seeds, positions = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
-    filters = (torch.empty(3, dtype=torch.int32), row, row)
-    yield lambda: sample(torch.empty(3, 151936, dtype=torch.bfloat16), row, seeds, positions, filters=filters)
+    last_tie = top_k = torch.empty(3, dtype=torch.int32)
+    yield lambda: sample(logits.float(), row, seeds, positions, log_z=row)
+    yield lambda: sample(logits, row, seeds, positions, row, last_tie)
+    yield lambda: sample(logits, row, seeds, positions, filters=(top_k, row, row))

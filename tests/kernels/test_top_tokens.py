@@ -82,6 +82,5 @@ def test_more_than_2_to_the_31_logits(device):
 
 
 def compile_cases():
-    for dtype in (torch.float32, torch.bfloat16):
-        yield lambda dtype=dtype: top_tokens(torch.empty(2, 151936, dtype=dtype), 20)
+    yield lambda: top_tokens(torch.empty(2, 151936, dtype=torch.bfloat16), 20)
     yield lambda: top_tokens(torch.empty(2, 151936), 20, torch.empty(2, dtype=torch.int64))
