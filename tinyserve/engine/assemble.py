@@ -110,7 +110,7 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
         max_model_len=plan.max_model_len,
         slots=runner.limits.rows,
         constrain=words["grammars"].constrain,
-        start_masks=words["masks"].start,
+        make_masks=words["masks"].masks,
     )
     return Machine(
         **words,

@@ -6,27 +6,50 @@ Before: matcher.py.  After: engine/engine.py (starts them), runner/runner.py (ta
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
-from attrs import frozen
 from llguidance import LLExecutor
 
 from .compile import Threads
 from .matcher import Matcher
 
 
-@frozen(eq=False)
 class Masks:
-    """Masks on their way. slots: the device row of each."""
+    """The masks of one step: they can be computed once every token before it is known.
 
-    slots: tuple[int, ...]
-    future: Future[np.ndarray]
+    Attributes: slots: the device row of each.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[int, Matcher]], start: Callable[[Sequence[Matcher]], Future[np.ndarray]]
+    ) -> None:
+        self.slots = tuple(slot for slot, _ in rows)
+        self._matchers = [matcher for _, matcher in rows]
+        self._start = start
+        self._future: Future[np.ndarray] | None = None
+        self._waiting: Callable[[], None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether they are computed, or on their way."""
+        return self._future is not None
+
+    def begin(self) -> None:
+        """Compute them: every token before the step is known. No matcher may change until they are there."""
+        if self._future is None:
+            self._future = self._start(self._matchers)
+            if self._waiting is not None:
+                self._waiting()
+
+    def when_begun(self, work: Callable[[], None]) -> None:
+        """Have `work` done as soon as they are on their way."""
+        self._waiting = work
 
     def result(self) -> np.ndarray:
-        """[R, W] int32, bit i % 32 of word i // 32 for token i; waits for it."""
-        return self.future.result()
+        """[R, W] int32, bit i % 32 of word i // 32 for token i; waits for it. They must have begun."""
+        return self._future.result()
 
 
 class MaskPool:
@@ -42,10 +65,9 @@ class MaskPool:
         self.seconds = 0.0
         self.rows = 0
 
-    def start(self, rows: Sequence[tuple[int, Matcher]]) -> Masks:
-        """Begin with the masks of these (slot, matcher) rows. No matcher may change before they are there."""
-        matchers = [matcher for _, matcher in rows]
-        return Masks(tuple(slot for slot, _ in rows), self._thread.submit(self._compute, matchers))
+    def masks(self, rows: Sequence[tuple[int, Matcher]]) -> Masks:
+        """The masks of these (slot, matcher) rows, not begun yet."""
+        return Masks(rows, lambda matchers: self._thread.submit(self._compute, matchers))
 
     def close(self) -> None:
         """End the threads."""

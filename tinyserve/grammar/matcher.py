@@ -1,7 +1,7 @@
 """Where one answer stands in its grammar, and so which tokens may come next.
 
-The host has to know a token before it can say what may follow it, so a constrained sequence is planned only while none
-of its tokens is in flight; the masks of a step are computed while the step's forward runs (mask.py).
+The host has to know a token before it can say what may follow it. The forward of a step needs no mask, though: it runs
+while the tokens of the step before come home and the masks are computed (mask.py); only the choice waits for them.
 
 A matcher lives as long as its sequence: a preemption changes nothing here, since known tokens stay known.
 
@@ -36,7 +36,7 @@ class Constraint(Protocol):
 
     @property
     def masks(self) -> bool:
-        """Whether tokens have to be masked: the sequence is not planned while one of its tokens is in flight."""
+        """Whether the choice of its tokens needs a mask."""
 
     @property
     def ended(self) -> bool:

@@ -88,6 +88,30 @@ class _Launched:
     started: float
 
 
+@frozen
+class _Forward:
+    """The forward of a step, queued. exact: its shape without padding; shape: what was run.   again: choose anew."""
+
+    pieces: Sequence[SeqSlice]
+    slots: tuple[int, ...]
+    exact: Shape
+    shape: Shape
+    views: Views
+    computed: Computed
+    sampled: bool
+    again: bool
+
+
+@frozen
+class _Begun:
+    """A step whose tokens are still to be chosen. forward: None if it computes nothing."""
+
+    step: StepInput
+    order: Sequence[int]
+    forward: _Forward | None
+    started: float
+
+
 class Runner:
     """Runs steps for one model on one device.
 
@@ -118,10 +142,30 @@ class Runner:
         """Start a step; its Flight resolves to the StepOutput. Steps take effect in the order of these calls."""
         if self._closed:
             raise EngineDead("The runner is closed.")
+        if step.masks is not None and not step.masks.begun:
+            return self._launch_early(step)
         if self.device.is_cpu:
             landing: Future[StepOutput] = self._worker.submit(lambda: self._land(self._enqueue(step)))
         else:
             landing = self._worker.submit(self._land, self._enqueue(step))
+        return Flight(step.step_id, landing)
+
+    def _launch_early(self, step: StepInput) -> Flight:
+        """Queue the forward now, and the rest once the tokens before it, and so its masks, are known.
+
+        Nothing else is launched in between: the scheduler plans nothing behind such a step.
+        """
+        landing: Future[StepOutput] = Future()
+        begun = self._worker.submit(self._begin, step) if self.device.is_cpu else self._begin(step)
+
+        def choose() -> None:
+            if self.device.is_cpu:
+                job = self._worker.submit(lambda: self._land(self._finish(begun.result())))
+            else:
+                job = self._worker.submit(self._land, self._finish(begun))
+            job.add_done_callback(lambda done: _pass_on(done, landing))
+
+        step.masks.when_begun(choose)
         return Flight(step.step_id, landing)
 
     def improve(self) -> bool:
@@ -167,24 +211,39 @@ class Runner:
         longest = self.limits.max_model_len
         return self.batches.batch(views, max(shape.tokens - shape.decodes, 1), longest, longest)
 
-    @torch.inference_mode()
     def _enqueue(self, step: StepInput) -> _Launched:
         """Queue all kernels of a step and the copies of its results (on the CPU: run them)."""
+        return self._finish(self._begin(step))
+
+    @torch.inference_mode()
+    def _begin(self, step: StepInput) -> _Begun:
+        """Queue what does not depend on grammars."""
         started = time.perf_counter()
         with self.device.use():
             differences = self._take(step)
-            order = self.batches.order(step)
-            places, result, reports, scores = order, None, None, {}
+            order, forward = self.batches.order(step), None
             if order:
                 pieces = [step.slices[i] for i in order]
-                places, result, reports, hidden = self._run(pieces, differences, step.masks)
+                forward = self._forward(pieces, differences, masked=step.masks is not None)
+            else:
+                self.rows.write(differences)
+        return _Begun(step, order, forward, started)
+
+    @torch.inference_mode()
+    def _finish(self, begun: _Begun) -> _Launched:
+        """Queue the choice of tokens as far as the forward has not made it, and what brings results home."""
+        step, order, forward = begun.step, begun.order, begun.forward
+        with self.device.use():
+            places, result, reports, scores = order, None, None, {}
+            if forward is not None:
+                places, result, reports = self._choose(forward, step.masks)
+                pieces, hidden = forward.pieces, forward.computed.hidden
                 scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in self._scored(pieces)}
                 event = self._events[self.batches.slot]
             else:
-                self.rows.write(differences)
                 event = self.device.event()
             event.record(self.device.current_stream())
-        return _Launched(step, order, places, result, reports, scores, event, started)
+        return _Launched(step, order, places, result, reports, scores, event, begun.started)
 
     def _take(self, step: StepInput) -> Differences | None:
         """Book rows that close and open, with the sampler too; what the rows on the device must be told."""
@@ -195,16 +254,11 @@ class Runner:
         self.sampler.flush()
         return self.rows.take(step)
 
-    def _run(
-        self, pieces: Sequence[SeqSlice], differences: Differences | None, masks: Any
-    ) -> tuple[Sequence[int], torch.Tensor | None, TokenReports | None, torch.Tensor]:
-        """Queue what a step computes; returns the places in the result, the result, reports, and hidden states.
-
-        masks: what grammars allow, waited for only when the forward has been queued; None if there are none.
-        """
+    def _forward(self, pieces: Sequence[SeqSlice], differences: Differences | None, *, masked: bool) -> _Forward:
+        """Queue the forward, and the choice of tokens where that is all that the rows ask for."""
         slots = tuple([piece.slot for piece in pieces])
         asks = self.sampler.asks(slots)
-        more = asks.more or masks is not None
+        more = asks.more or masked
         own, sampled = self._own_shape(pieces), any(piece.samples for piece in pieces)
         exact = not own.is_decode and (more or bool(self._scored(pieces)))
         shape = own if exact else self.graphs.fit(own)
@@ -218,15 +272,23 @@ class Runner:
             return self._compute(batch, filters=asks.filters, sampled=sampled, chosen=not again)
 
         computed = self.graphs.run(views, compute)
-        reports, places = None, range(len(pieces))
-        if again:
+        return _Forward(pieces, slots, own, shape, views, computed, sampled, again)
+
+    def _choose(self, forward: _Forward, masks: Any) -> tuple[Sequence[int], torch.Tensor | None, TokenReports | None]:
+        """Choose tokens if the forward has not; the places of sequences in the result, the result, and reports.
+
+        masks: what grammars allow, waited for only now that the forward is queued; None if there are none.
+        """
+        own, shape, slots, views = forward.exact, forward.shape, forward.slots, forward.views
+        reports, places = None, range(len(forward.pieces))
+        if forward.again:
             views = self.batches.views(own)
             grammar = None if masks is None else GrammarMask.of(masks.result(), masks.slots, slots, self.device.torch)
-            reports = self._sample(computed, slots, views, grammar)
+            reports = self._sample(forward.computed, slots, views, grammar)
         elif shape.decodes != own.decodes and not own.is_decode:
             places = [shape.place(i, own.decodes) for i in places]
-        home = self.batches.home[self.batches.slot, : 2 * views.shape.seqs] if sampled else None
-        return places, home, reports, computed.hidden
+        home = self.batches.home[self.batches.slot, : 2 * views.shape.seqs] if forward.sampled else None
+        return places, home, reports
 
     def _own_shape(self, pieces: Sequence[SeqSlice]) -> Shape:
         """The shape of a step as it is, without padding."""
@@ -321,3 +383,12 @@ class Runner:
             logprobs = None if record is None else (record,)
             outputs[index] = SliceOutput(piece.slot, (result[place],), logprobs, prompt, bad=bad)
         return StepOutput(launched.step.step_id, tuple(outputs), time.perf_counter() - launched.started)
+
+
+def _pass_on(done: Future[StepOutput], landing: Future[StepOutput]) -> None:
+    """Give what a job came to on to the future that is waited for."""
+    error = done.exception() if not done.cancelled() else EngineDead("The runner is closed.")
+    if error is None:
+        landing.set_result(done.result())
+    else:
+        landing.set_exception(error)

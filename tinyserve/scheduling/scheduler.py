@@ -38,6 +38,12 @@ class _Flown(NamedTuple):
     step_id: int
     sequences: list[Sequence]
     slices: tuple[SeqSlice, ...]
+    masks: Any = None
+
+    @property
+    def late(self) -> bool:
+        """Whether its masks wait for tokens of the flights before it."""
+        return self.masks is not None and not self.masks.begun
 
 
 class Scheduler:
@@ -49,7 +55,7 @@ class Scheduler:
         max_model_len: prompt and output tokens of one sequence.
         slots: rows of the device, at least 1; default max_num_seqs. One that ended keeps its row while flights use it.
         constrain: gives a request's Constraint, or raises RequestError.
-        start_masks: begins to compute the masks of (slot, constraint) rows, for StepInput.masks.
+        make_masks: gives the masks of (slot, constraint) rows; they begin when the tokens before them are known.
     Raises: ConfigError: a long prompt could never be computed without chunks.
     """
 
@@ -63,7 +69,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         adapters: Adapters | None = None,
         constrain: Callable[[Request], Constraint] = unconstrained,
-        start_masks: Callable[[list[tuple[int, Constraint]]], Any] | None = None,
+        make_masks: Callable[[list[tuple[int, Constraint]]], Any] | None = None,
     ) -> None:
         if not options.enable_chunked_prefill and options.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -77,7 +83,7 @@ class Scheduler:
         self._drafter = drafter or NoDrafts()
         self._adapters = adapters or NoAdapters()
         self._constrain = constrain
-        self._start_masks = start_masks
+        self._make_masks = make_masks
         self._waiting = WaitingQueue(by_priority)
         self._tenants = Tenants(cache, self._waiting, slots or options.max_num_seqs, by_priority)
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
@@ -160,6 +166,8 @@ class Scheduler:
 
     def plan(self) -> StepInput | None:
         """The next step, or None when nothing can be launched now: no work, or all of it waits for flights."""
+        if self._flights and self._flights[-1].late:
+            return None  # it is launched up to the choice of its tokens; nothing may be launched behind that
         options = self._options
         cap = options.long_prefill_token_threshold if len(self._sequences) > 1 else 0
         step = StepDraft(options.max_num_batched_tokens, cap)
@@ -168,15 +176,17 @@ class Scheduler:
         if not step.slices:
             return None
         self._steps += 1
-        slices = tuple(step.slices)
-        self._flights.append(_Flown(self._steps, step.sequences, slices))
+        slices, masks = tuple(step.slices), self._make_masks(step.masked) if step.masked else None
+        if masks is not None and not self._flights:
+            masks.begin()
+        self._flights.append(_Flown(self._steps, step.sequences, slices, masks))
         return StepInput(
             step_id=self._steps,
             slices=slices,
             opened=tuple(step.opened),
             closed=self._tenants.rows.take_closed(),
             edits=tuple(step.edits),
-            masks=self._start_masks(step.masked) if step.masked else None,
+            masks=masks,
         )
 
     def commit(self, output: StepOutput) -> list[Update]:
@@ -198,6 +208,8 @@ class Scheduler:
                     updates.append(update)
             if not seq.flights and seq.state is not State.RUNNING:
                 self._tenants.landed(seq)
+        if self._flights and self._flights[0].late:
+            self._flights[0].masks.begin()
         return updates
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:

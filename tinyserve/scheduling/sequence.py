@@ -123,11 +123,8 @@ class Sequence:
     def to_compute(self) -> int:
         """Positions that may be planned now; none (<= 0) when all are, or when tokens in flight reach the limit.
 
-        With drafts in flight, `scheduled` is beyond what is certain, so nothing is planned until they are judged. Nor
-        while a token is in flight that a grammar has to see before it can say what may follow.
+        With drafts in flight, `scheduled` is beyond what is certain, so nothing is planned until they are judged.
         """
-        if self.in_flight and self.constraint.masks:
-            return 0
         total = len(self.tokens) + self.in_flight
         return total - self.scheduled if total < self.ends.limit else 0
 
