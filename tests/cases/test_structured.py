@@ -79,6 +79,31 @@ async def test_answers_do_not_depend_on_the_schedule(tok, options):
     assert sum(c["finish_reason"] == "stop" for reply in together for c in reply.choices) >= 6
 
 
+class Queueing:
+    """A device that takes launches on the caller's thread, as a GPU does; the numbers are the CPU's."""
+
+    is_cpu = False
+
+    def __init__(self, device):
+        self._device = device
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+
+async def test_forwards_run_before_the_mask_is_known(tok):
+    """Two steps in flight: constrained rows are in every step, and what they say stays the same."""
+    async with serving(Waves(), tok) as server:
+        alone = [(await server.ask(TEXT, body)).texts for body in BODIES]
+    async with serving(Waves(), tok, depth=2) as server:
+        runner, early = server.engine.machine.runner, []
+        runner.device, launch = Queueing(runner.device), runner._launch_early
+        runner._launch_early = lambda step: early.append(step) or launch(step)
+        together = await asyncio.gather(*(server.ask(TEXT, body) for body in BODIES))
+    assert [reply.texts for reply in together] == alone
+    assert len(early) > 20
+
+
 async def test_one_request_waits_for_its_grammar_and_others_do_not(tok):
     """While a grammar compiles: its request waits, others run; it can be aborted; then it is answered."""
     async with serving(ScriptModel([97] * 8), tok) as server:
