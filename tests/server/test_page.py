@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,20 +43,21 @@ async def get(path, **options):
         return await client.get(path)
 
 
-def test_the_page_and_its_files_come_from_here_and_may_run_nothing_else(run):
+@pytest.mark.parametrize("path", ["/", "/dashboard"])
+def test_the_pages_and_their_files_come_from_here_and_may_run_nothing_else(run, path):
     """Also with keys and behind no login: the page asks for the key itself."""
-    page = run(get("/", api_key=["k"]))
+    page = run(get(path, api_key=["k"]))
     policy = page.headers["content-security-policy"]
     linked = re.findall(r'(?:src|href)="(web/[^"]+)"', page.text)
 
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
     assert not re.search(r"<script(?![^>]*src=)| on\w+=|style=", page.text)
-    for path in [*linked, *(f"web/{name}" for name in ("api.js", "markdown.js"))]:
-        found = run(get("/" + path, api_key=["k"]))
+    for file in [*linked, *(f"web/{name}" for name in ("api.js", "markdown.js"))]:
+        found = run(get("/" + file, api_key=["k"]))
         assert found.status_code == 200 and found.headers["x-content-type-options"] == "nosniff"
-    for path in WEB.iterdir():
-        assert not re.search(r"(?:src|href|url\(|from|import)\W*https?://", path.read_text()), path
+    for file in WEB.iterdir():
+        assert not re.search(r"(?:src|href|url\(|from|import)\W*https?://", file.read_text()), file
     refused(run(get("/web/..%2fapp.py")), 404)
     refused(run(get("/web/none.js")), 404)
 
@@ -68,7 +70,7 @@ def test_nothing_in_the_scripts_makes_elements_of_text():
 
 
 @contextmanager
-def page_of(engine, tmp_path, **options):
+def page_of(engine, tmp_path, path="/", **options):
     """A browser on the page of a server that runs in a thread of its own."""
     started, loop = threading.Event(), asyncio.new_event_loop()
     kept = {}
@@ -86,7 +88,7 @@ def page_of(engine, tmp_path, **options):
     assert started.wait(10)
     browser = Browser(tmp_path / "profile")
     try:
-        browser.open(kept["address"] + "/")
+        browser.open(kept["address"] + path)
         yield browser
     finally:
         browser.close()
@@ -247,3 +249,27 @@ def test_it_can_be_used_without_a_mouse_and_read_aloud(tmp_path):
             browser.press("Tab", vk=9)
             visited.add(browser.run("document.activeElement.id || document.activeElement.className"))
         assert {"input", "send", "new", "model", "open-settings", "messages"} <= visited
+
+
+@needs_browser
+def test_the_dashboard_shows_a_live_batch(tmp_path):
+    """Over an engine whose look is given: numbers, rows and drawings, and ids that are text only."""
+    engine = FakeEngine()
+    sequence = SimpleNamespace(id="cmpl-<b>x</b>/1", running=True, prompt=10, known=14, computed=13, blocks=2,
+                               started=99.0, arrival=98.0)  # fmt: skip
+    steps = [SimpleNamespace(start=95 + n / 10, end=95.05 + n / 10, tokens=8, prompt=8 * (n % 2), sequences=4,
+                             generated=4) for n in range(40)]  # fmt: skip
+    stats = SimpleNamespace(running=1, waiting=3, preemptions=0, kv_usage=0.25, prefix_hits=1, prefix_queries=4)
+    engine.look = lambda **most: SimpleNamespace(
+        now=100.0, stats=stats, sequences=[sequence], steps=steps, blocks=bytes([0, 1, 2, 3] * 50), stride=1,
+        num_blocks=200, block_size=16,
+    )  # fmt: skip
+    with page_of(engine, tmp_path, path="/dashboard") as browser:
+        browser.until("document.querySelectorAll('#requests tr').length === 1")
+        painted = "[...document.querySelectorAll('canvas')].map((c) => c.getContext('2d')" \
+            ".getImageData(0, 0, c.width, c.height).data.some((v) => v > 0))"  # fmt: skip
+
+        assert "cmpl-<b>x</b>" in browser.text("#requests td") and "and 3 more" in browser.text("#more")
+        assert "25.0 %" in browser.text("#numbers") and browser.run(painted) == [True, True]
+        assert "50 free, 50 found" in browser.text("#blocks-text") and "median 50.0 ms" in browser.text("#steps-text")
+        assert browser.errors == []

@@ -184,6 +184,7 @@ def test_every_route_but_the_probes_asks_for_the_key(run):
         "/docs",
         "/openapi.json",
         "/",
+        "/dashboard",
         "/web/{name}",
     }
     assert run(call("GET", "/anything", options={"api_key": ["k"]})).status_code == 401

@@ -35,6 +35,7 @@ from .assemble import Machine, assemble
 from .beam import search
 from .chat import Chat
 from .intake import Call, Intake, Prepared, Rules
+from .look import Look, look
 from .meter import Meter
 from .outputs import BeamSearchOutput
 from .parts import Parts, Phases, load_parts
@@ -355,6 +356,10 @@ class Engine:
         preempt_running: put running requests back into the queue first; their blocks go once no step uses them.
         """
         return self.machine.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+
+    def look(self, *, sequences: int, blocks: int) -> Look:
+        """Who runs and waits, what the cache's blocks hold, and the last steps; see look.py."""
+        return look(self.machine, self.meter, sequences, blocks)
 
     def stats(self) -> Any:
         """Numbers of the moment, from the scheduler. Raises: EngineDead: the engine was closed."""

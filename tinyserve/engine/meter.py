@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from ..config import SchedulerOptions
 from ..errors import NumericsError, Overloaded
@@ -16,13 +17,27 @@ from ..step import StepInput
 from ..telemetry import NoMetrics, RequestStats
 from .answer import Answer
 
+STEPS_KEPT = 2000  # for the dashboard; 0.3 MB
+
+
+class StepRecord(NamedTuple):
+    """One finished step. start, end: time.monotonic() of its launch and its commit. prompt: tokens of prompts."""
+
+    start: float
+    end: float
+    tokens: int
+    prompt: int
+    sequences: int
+    generated: int
+
 
 class Meter:
     """Turns steps and outputs into metrics. Args: metrics: telemetry.Metrics, or NoMetrics."""
 
     def __init__(self, metrics: NoMetrics) -> None:
         self.metrics = metrics
-        self._flying: deque[tuple[int, int]] = deque()
+        self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._flying: deque[tuple[float, int, int, int]] = deque()
         self._preemptions = 0
         self._gaps: list[float] = []  # of this step: seconds since each answer's token before
         self._generated = 0  # tokens of this step that belong to answers
@@ -30,14 +45,15 @@ class Meter:
     def launched(self, step: StepInput) -> None:
         """A step takes off. Slices of one position are decodes, all others compute a prompt."""
         prompt = sum(piece.count for piece in step.slices if piece.count > 1 or not piece.samples)
-        self._flying.append((step.num_tokens, prompt))
+        self._flying.append((time.monotonic(), step.num_tokens, prompt, len(step.slices)))
 
     def landed(self, stats: SchedulerStats) -> None:
         """The oldest step has been committed, and its outputs were given to `output`."""
         if self._gaps:
             self.metrics.later_tokens(self._gaps)
             self._gaps = []
-        tokens, prompt = self._flying.popleft()
+        start, tokens, prompt, sequences = self._flying.popleft()
+        self.steps.append(StepRecord(start, time.monotonic(), tokens, prompt, sequences, self._generated))
         self.metrics.step(tokens=tokens, prompt_tokens=prompt, generation_tokens=self._generated)
         self._generated = 0
         if stats.preemptions > self._preemptions:

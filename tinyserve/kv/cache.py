@@ -131,6 +131,15 @@ class KVCache:
         """1 - free / total, 0..1."""
         return self._pool.usage
 
+    def holdings(self, most: int) -> tuple[int, bytes]:
+        """What blocks hold, for people: every k-th one, at most `most`, and k.
+
+        One byte a block: 0 free, 1 free with a prefix that may be found, 2 in one table, 3 in several.
+        """
+        blocks = self._pool.blocks
+        stride = -(-(len(blocks) - 1) // most)
+        return stride, bytes(min(b.refs, 2) + 1 if b.refs else b.name is not None for b in blocks[1::stride])
+
     def sequence(self, request: Request, adapter: str = "") -> SequenceKV:
         """An empty holding for `request`. adapter: identity of the weights that colour its K and V."""
         return SequenceKV(NameChain(request, self.block_size, adapter), len(self.groups))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError
@@ -29,7 +30,7 @@ from .budget import Options, StepDraft
 from .preempt import Tenants
 from .queue import WaitingQueue
 from .sequence import Sequence, State
-from .update import SchedulerStats, Update, nothing_to_choose
+from .update import SchedulerStats, SequenceFacts, Update, nothing_to_choose
 
 
 class _Flown(NamedTuple):
@@ -125,6 +126,11 @@ class Scheduler:
             prefix_hits=self._prefix_hits,
             numerics_errors=self._numerics_errors,
         )
+
+    def listing(self, most: int) -> list[SequenceFacts]:
+        """The first `most` sequences that run or wait, in their order."""
+        found = islice(chain(self._tenants.running, self._waiting), most)
+        return [seq.facts() for seq in found]
 
     def progress(self, request_id: str) -> tuple[int, int, int] | None:
         """Prompt tokens of a request: computed or found, found in the cache, all of them; None when it has ended."""

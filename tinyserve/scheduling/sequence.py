@@ -20,6 +20,7 @@ from ..kv.cache import SequenceKV
 from ..request import FinishReason, Request
 from ..step import TokenLogprobs
 from .repetition import REPETITION, RepetitionFinder
+from .update import SequenceFacts
 
 
 class State(enum.Enum):
@@ -131,6 +132,20 @@ class Sequence:
     def forget_progress(self) -> None:
         """Nothing of it is in the cache any more; everything known must be computed again."""
         self.computed = self.scheduled = 0
+
+    def facts(self) -> SequenceFacts:
+        """What people may see of it."""
+        request = self.request
+        return SequenceFacts(
+            id=request.id,
+            running=self.state is State.RUNNING,
+            prompt=len(request.prompt_ids),
+            known=len(self.tokens),
+            computed=self.computed,
+            blocks=sum(map(len, self.kv.tables)),
+            started=self.started,
+            arrival=request.arrival,
+        )
 
     def check_integrity(self) -> None:
         """Assert the order of the counters."""

@@ -39,6 +39,19 @@ class Update(NamedTuple):
     started: float
 
 
+class SequenceFacts(NamedTuple):
+    """One sequence that has not ended, for people. known: prompt and output tokens. started: 0.0 before it ran."""
+
+    id: str
+    running: bool
+    prompt: int
+    known: int
+    computed: int
+    blocks: int
+    started: float
+    arrival: float
+
+
 @frozen(kw_only=True)
 class SchedulerStats:
     """Numbers of the moment (running, waiting, kv_usage 0..1) and totals since the start (the rest)."""

@@ -107,6 +107,13 @@ GENERATED = record(
     )),
     prompt_logprobs=or_null(rows({})), usage=USAGE,
 )  # fmt: skip
+STATE = record(
+    running="integer", waiting="integer", preemptions="integer", kv_cache_usage="number", prefix_hit_rate="number",
+    sequences=rows("object"), steps=rows("object", "Oldest first."),
+    blocks=record(map=of("string", "A digit a block: 0 free, 1 free with a prefix, 2 used, 3 shared."),
+                  stride="integer", count="integer", size="integer"),
+)  # fmt: skip
+TRACE = record(traceEvents=rows("object"))
 PAUSED = record(is_paused="boolean")
 SUCCESS = record(success="boolean")
 ABORTED = record(aborted=of("integer", "Answers that were running or waiting."))

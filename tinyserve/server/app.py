@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
 from ..telemetry import HttpCall
-from . import admin, anthropic, control, docs, models, pages, responses, tokens
+from . import admin, anthropic, control, dashboard, docs, models, pages, responses, tokens
 from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, answer_to, describe
 from .face import Service
 from .generate import generate
@@ -35,10 +35,15 @@ from .openai_completions import completions
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
 OPEN = {"/health", "/ping", "/version", "/load", "/metrics", "/metrics/"}  # probes and scrapers have no API key
-OPEN |= {"/docs", "/openapi.json", "/"}  # browsers cannot send one there; they tell nothing of this server's model
+OPEN |= {
+    "/docs",
+    "/openapi.json",
+    "/",
+    "/dashboard",
+}  # browsers cannot send one there; they tell nothing of this server's model
 _ANSWERED = ("/v1", "/v2", "/inference")  # what counts as load
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-_UNCOUNTED = {"/metrics", "/health", "/load", "/ping", "/version"}
+_UNCOUNTED = {"/metrics", "/dashboard/state", "/health", "/load", "/ping", "/version"}
 
 Handler = Callable[[Request, Service], Awaitable[Any]]
 _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
@@ -62,6 +67,8 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/version", admin.version),
     ("GET", "/load", admin.load),
     ("GET", "/server_info", control.server_info),
+    ("GET", "/dashboard/state", dashboard.state),
+    ("GET", "/dashboard/trace", dashboard.trace),
     ("POST", "/pause", control.pause),
     ("POST", "/resume", control.resume),
     ("GET", "/is_paused", control.is_paused),
@@ -70,7 +77,13 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/metrics", admin.metrics),
     ("GET", "/metrics/", admin.metrics),
 )
-ROUTES = (*_DESCRIBED, *docs.pages(_DESCRIBED), ("GET", "/", pages.chat_page), ("GET", "/web/{name}", pages.asset))
+ROUTES = (
+    *_DESCRIBED,
+    *docs.pages(_DESCRIBED),
+    ("GET", "/", pages.chat_page),
+    ("GET", "/dashboard", dashboard.dashboard),
+    ("GET", "/web/{name}", pages.asset),
+)
 
 
 def create_app(service: Service) -> Front:

@@ -70,6 +70,10 @@ class EngineFace(Protocol):
         """Forget cached prefixes; whether all are forgotten."""
         ...
 
+    def look(self, *, sequences: int, blocks: int) -> Any:
+        """Who runs and waits, the blocks and the last steps; engine/look.py."""
+        ...
+
     def stats(self) -> Any:
         """running, waiting, kv_usage ... of the moment."""
         ...

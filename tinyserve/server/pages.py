@@ -1,4 +1,4 @@
-"""The chat page at `/`: a few files that the browser loads from here and from nowhere else.
+"""The chat page at `/` (and the dashboard's): a few files that the browser loads from here and from nowhere else.
 
 It is a client like any other: it calls /v1/models and /v1/chat/completions with the visitor's key. The policy that goes
 with it allows scripts, styles and connections of this server only, and no inline script, so that even a mistake in the
@@ -29,13 +29,14 @@ HEADERS = {
 }
 
 
-def _file(name: str) -> Response:
+def page_file(name: str) -> Response:
+    """A file of the page, with its policy."""
     return Response(_FILES[name], media_type=_KINDS[Path(name).suffix], headers=HEADERS)
 
 
 async def chat_page(_request: Request, _service: Service) -> Response:
     """The page; there while the model is still loading."""
-    return _file("index.html")
+    return page_file("index.html")
 
 
 async def asset(request: Request, _service: Service) -> Response:
@@ -43,4 +44,4 @@ async def asset(request: Request, _service: Service) -> Response:
     name = request.path_params["name"]
     if name not in _FILES:
         raise HTTPException(404)
-    return _file(name)
+    return page_file(name)
