@@ -20,6 +20,23 @@ def test_layer_norm_is_its_reference(device, dtype, rows, width, biased):
     assert torch.equal(actual, layer_norm.layer_norm(x, weight, bias, 1e-5))
 
 
+@pytest.mark.parametrize("rows, width", [(0, 64), (1, 768), (3, 77), (4, 1)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_add_layer_norm_is_its_reference(device, dtype, rows, width, biased):
+    """The sum is rounded to its type before it is normalised, and the inputs stay as they are."""
+    x, delta = (gapped(randn(rows, width, dtype=dtype, device=device, spread=3, seed=seed)) for seed in (3, 4))
+    weight = randn(width, dtype=dtype, device=device, seed=1)
+    bias = randn(width, dtype=torch.float32, device=device, seed=2) if biased else None
+    before = x.clone()
+
+    total, normed = layer_norm.add_layer_norm(x, delta, weight, bias, 1e-5)
+
+    expected = layer_norm.add_layer_norm_reference(x, delta, weight, bias, 1e-5)
+    assert torch.equal(total, expected[0])
+    assert_close(normed, expected[1])
+    assert torch.equal(x, before)
+
+
 def test_a_large_mean_does_not_swallow_the_variance(device):
     """Breaks if the variance is mean(x²) - mean(x)²: with mean 4096 float32 has no digits left."""
     x = torch.tensor([[4095.0, 4097.0]], device=device)
@@ -65,3 +82,5 @@ def compile_cases():
     yield lambda: case(torch.float16)
     yield lambda: case(torch.bfloat16)
     yield lambda: case(torch.bfloat16, biased=False)
+    rows, weight = torch.empty(4, 768, dtype=torch.bfloat16), torch.empty(768, dtype=torch.bfloat16)
+    yield lambda: layer_norm.add_layer_norm(rows, rows, weight, weight, 1e-5)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.launch import use_kernel
-from ..kernels.layer_norm import layer_norm
+from ..kernels.layer_norm import add_layer_norm, layer_norm
 from ..kernels.norm import add_rms_norm, rms_norm
 from ..quant.format import Stored
 from .fold import Normed, Product
@@ -136,8 +136,9 @@ class LayerNorm(nn.Module):
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the stream x + delta, and its norm. delta: what the last block computed; None before the first."""
-        x = x if delta is None else x + delta
-        return x, self(x)
+        if delta is None:
+            return x, self(x)
+        return add_layer_norm(x, delta, self.weight, self.bias, self.eps)
 
     def fold(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `add`: no product takes a layer norm in."""
