@@ -283,15 +283,16 @@ def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]
     """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory."""
     tokens, heads, width = q_c.shape
     device = launch.facts(q_c.device)
-    # 64 heads fill the tensor cores of Hopper, whose products read all stages from shared memory; elsewhere 16 heads.
-    wide = heads >= 64 and q_c.element_size() == 2 and device.backend == "cuda" and device.shared > 200 * 1024
-    rows = 64 if wide else 16
+    # Twice the heads of a tile halve what is read from L2. 64 fill Hopper's tensor cores, but Blackwell then needs more
+    # shared memory for them than there is: a row of a tuned file may choose them.
+    wide = heads >= 64 and q_c.element_size() == 2 and device.backend == "cuda"
+    rows = 32 if wide else 16
     block_c, block_p = max(16, next_power_of_2(width)), max(16, next_power_of_2(rotary))
     room = (device.shared - 4096) // ((block_c + block_p) * q_c.element_size())
     tile, stages = next(
         (tile, stages)
         for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
-        if rows + (stages if wide else max(stages - 1, 1)) * tile <= room or (tile, stages) == (16, 1)
+        if rows + max(stages - 1, 1) * tile <= room or (tile, stages) == (16, 1)
     )
     default = {
         "ROWS": rows,

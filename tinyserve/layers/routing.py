@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..kernels.moe_router import moe_router
 from ..quant.format import Stored
+from ..quant.plain import Plain
 from .vector import Vector
 
 
@@ -57,6 +57,7 @@ class Router(nn.Module):
     def __init__(self, hidden: int, routing: Routing) -> None:
         super().__init__()
         self.routing = routing
+        self.format = Plain()
         self.inputs = hidden
         self.parts = (routing.experts,)
         self.names = ("weight", "bias") if routing.bias else ("weight",)
@@ -89,7 +90,7 @@ class Router(nn.Module):
         """[T, H] -> weights [T, K] float32, ids [T, K] int32"""
         rule, correction = self.routing, self.correction
         return moe_router(
-            F.linear(x.to(self.weight.dtype), self.weight, self.bias),
+            self.format.matmul(x.to(self.weight.dtype), self),
             top_k=rule.top_k,
             kind=rule.kind,
             bias=None if correction is None else correction.value,
