@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError
 from ..grammar.matcher import Constraint, unconstrained
@@ -26,25 +26,11 @@ from ..lora.adapters import Adapters, NoAdapters
 from ..request import FinishReason, Request
 from ..speculative.drafter import Drafter, NoDrafts
 from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs
-from .budget import Options, StepDraft
+from .budget import Flown, Options, StepDraft
 from .preempt import Tenants
 from .queue import WaitingQueue
 from .sequence import Sequence, State
 from .update import SchedulerStats, SequenceFacts, Update, nothing_to_choose
-
-
-class _Flown(NamedTuple):
-    """A planned step that has not been committed."""
-
-    step_id: int
-    sequences: list[Sequence]
-    slices: tuple[SeqSlice, ...]
-    masks: Any = None
-
-    @property
-    def late(self) -> bool:
-        """Whether its masks wait for tokens of the flights before it."""
-        return self.masks is not None and not self.masks.begun
 
 
 class Scheduler:
@@ -88,7 +74,7 @@ class Scheduler:
         self._waiting = WaitingQueue(by_priority)
         self._tenants = Tenants(cache, self._waiting, slots or options.max_num_seqs, by_priority)
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
-        self._flights: deque[_Flown] = deque()
+        self._flights: deque[Flown] = deque()
         self._steps = 0
         self._prefix_queries = self._prefix_hits = 0
         self._numerics_errors = 0
@@ -185,7 +171,7 @@ class Scheduler:
         slices, masks = tuple(step.slices), self._make_masks(step.masked) if step.masked else None
         if masks is not None and not self._flights:
             masks.begin()
-        self._flights.append(_Flown(self._steps, step.sequences, slices, masks))
+        self._flights.append(Flown(self._steps, step.sequences, slices, masks))
         return StepInput(
             step_id=self._steps,
             slices=slices,
