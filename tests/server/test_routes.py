@@ -92,6 +92,21 @@ def test_answers_are_measured_by_route(run):
     assert f'http_response_size_bytes_sum{{handler="{CHAT}"}} {len(response.content)}.0' in text
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("text", "TEXT named_metrics.kv_cache_usage_perc=0.0, named_metrics.num_requests_waiting=0"),
+        ("JSON", 'JSON {"named_metrics":{"kv_cache_usage_perc":0.0,"num_requests_waiting":0}}'),
+        ("xml", None),
+    ],
+)
+def test_load_balancers_may_ask_how_busy_it_is(run, asked, told):
+    headers = {"endpoint-load-metrics-format": asked}
+
+    assert run(call("POST", CHAT, json=HI, headers=headers)).headers.get("endpoint-load-metrics") == told
+    assert "endpoint-load-metrics" not in run(call("GET", "/version", headers=headers)).headers
+
+
 def test_a_scrape_shows_the_queues_of_the_moment(run):
     engine = FakeEngine()
     engine.running = 3

@@ -26,6 +26,7 @@ from starlette.routing import Route, Router
 
 from ..telemetry import HttpCall
 from . import admin, anthropic, control, dashboard, docs, models, pages, responses, tokens
+from .admin import orca
 from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, answer_to, describe
 from .face import Service
 from .generate import generate
@@ -136,7 +137,7 @@ class Front:
         if scope["type"] != "http":
             return
         scope["app"] = self  # makes the router raise its 404 and 405 instead of writing them as plain text
-        state = _Answering(send, self._request_id(scope))
+        state = _Answering(send, [*self._request_id(scope), *self._load(scope)])
         counted = _path(scope).startswith(_ANSWERED)
         self._service.inflight += counted
         try:
@@ -145,11 +146,18 @@ class Front:
             self._service.inflight -= counted
             self._count(scope, state)
 
-    def _request_id(self, scope: Any) -> bytes | None:
+    def _request_id(self, scope: Any) -> list[tuple[bytes, bytes]]:
         if not self._service.config.server.enable_request_id_headers:
-            return None
+            return []
         sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        return sent[:256] or uuid.uuid4().hex.encode()
+        return [(b"x-request-id", sent[:256] or uuid.uuid4().hex.encode())]
+
+    def _load(self, scope: Any) -> list[tuple[bytes, bytes]]:
+        """How busy the engine is, for load balancers that ask with each request (ORCA)."""
+        asked = next((value for name, value in scope["headers"] if name == b"endpoint-load-metrics-format"), b"")
+        if not asked or self._service.engine is None or not _path(scope).startswith(_ANSWERED):
+            return []
+        return orca(asked, self._service.engine.stats())
 
     def _count(self, scope: Any, state: _Answering) -> None:
         route = scope.get("tinyserve.route", "none")
@@ -178,7 +186,7 @@ class Guard:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        state = _Answering(send, None)
+        state = _Answering(send, [])
         try:
             self._check(scope)
             await self._app(scope, receive, state.send)
@@ -213,11 +221,11 @@ class Guard:
 
 
 class _Answering:
-    """Notes the status and the size of what goes out, and adds the request id."""
+    """Notes the status and the size of what goes out, and adds headers."""
 
-    def __init__(self, send: Any, request_id: bytes | None) -> None:
+    def __init__(self, send: Any, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._send = send
-        self._request_id = request_id
+        self._headers = headers
         self.start = time.monotonic()
         self.status: int | None = None
         self.bytes = 0
@@ -227,8 +235,8 @@ class _Answering:
             self.bytes += len(message.get("body", b""))
         elif message["type"] == "http.response.start":
             self.status = message["status"]
-            if self._request_id is not None:
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", self._request_id)]}
+            if self._headers:
+                message = {**message, "headers": [*message["headers"], *self._headers]}
         await self._send(message)
 
 
