@@ -27,6 +27,20 @@ class Options(Protocol):
     max_num_queued_tokens: int | None
 
 
+class Flown(NamedTuple):
+    """A planned step that has not been committed."""
+
+    step_id: int
+    sequences: list[Sequence]
+    slices: tuple[SeqSlice, ...]
+    masks: Any = None
+
+    @property
+    def late(self) -> bool:
+        """Whether its masks wait for tokens of the flights before it."""
+        return self.masks is not None and not self.masks.begun
+
+
 class StepDraft:
     """A step while it is being planned: what is in it, and how many tokens it may still take.
 
