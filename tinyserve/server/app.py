@@ -24,6 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
+from ..errors import Overloaded
 from ..telemetry import HttpCall
 from . import admin, anthropic, control, dashboard, docs, models, pages, responses, tokens
 from .admin import orca
@@ -35,6 +36,7 @@ from .openai_completions import completions
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
+BODIES = 32  # times --max-body-bytes: what all running requests together may have sent
 OPEN = {"/health", "/ping", "/version", "/load", "/metrics", "/metrics/"}  # probes and scrapers have no API key
 OPEN |= {
     "/docs",
@@ -140,10 +142,12 @@ class Front:
         state = _Answering(send, [*self._request_id(scope), *self._load(scope)])
         counted = _path(scope).startswith(_ANSWERED)
         self._service.inflight += counted
+        body = _Receiving(receive, self._service)
         try:
-            await self._app(scope, receive, state.send)
+            await self._app(scope, body.receive, state.send)
         finally:
             self._service.inflight -= counted
+            self._service.receiving -= body.bytes
             self._count(scope, state)
 
     def _request_id(self, scope: Any) -> list[tuple[bytes, bytes]]:
@@ -218,6 +222,24 @@ class Guard:
             raise Unauthorized(
                 "Incorrect or missing API key. Send the header 'Authorization: Bearer <key>' or 'X-Api-Key: <key>'."
             )
+
+
+class _Receiving:
+    """Adds up what is received of bodies; all requests together may not fill the memory."""
+
+    def __init__(self, receive: Any, service: Service) -> None:
+        self._receive = receive
+        self._service = service
+        self.bytes = 0
+
+    async def receive(self) -> Any:
+        message = await self._receive()
+        size = len(message.get("body", b""))
+        self.bytes += size
+        self._service.receiving += size
+        if size and self._service.receiving > BODIES * self._service.config.server.max_body_bytes:
+            raise Overloaded("The bodies of all running requests together are too large now. Retry later.")
+        return message
 
 
 class _Answering:

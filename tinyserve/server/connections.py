@@ -23,6 +23,7 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 
+MAX_CONNECTIONS = 16384  # at the same time; each takes some 50 KB
 WRITE_SECONDS = 60.0  # that a client may take to read what fills the socket's buffer
 
 
@@ -33,15 +34,21 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
+        if len(tasks) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         wrapped = ASGIWrapper(partial(_on_wire, app, Wire(writer)))
         await TCPServer(wrapped, loop, settings, context, {}, reader, writer)
 
     tls = settings.create_ssl_context() if settings.ssl_enabled else None
-    timeout = settings.ssl_handshake_timeout if tls else None
-    server = await asyncio.start_server(
-        connected, sock=bound, ssl=tls, ssl_handshake_timeout=timeout, backlog=settings.backlog
+    server = await loop.create_server(
+        lambda: _Protocol(asyncio.StreamReader(), connected),
+        sock=bound,
+        ssl=tls,
+        ssl_handshake_timeout=settings.ssl_handshake_timeout if tls else None,
+        backlog=settings.backlog,
     )
     try:
         await closing.wait()
@@ -54,12 +61,29 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
                 task.cancel()
 
 
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Notes that the client has left at the moment it does, also while nobody reads what it sent last."""
+
+    def __init__(self, reader: asyncio.StreamReader, connected: Any) -> None:
+        super().__init__(reader, connected)
+        self.gone = asyncio.Event()
+
+    def eof_received(self) -> bool | None:
+        self.gone.set()
+        return super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone.set()
+        super().connection_lost(exc)
+
+
 class Wire:
     """The socket under one connection. Args: writer: which Hypercorn writes to as well, before and after."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._transport = writer.transport
+        self.gone = writer.transport.get_protocol().gone
 
     async def chunk(self, data: bytes) -> None:
         """Send a piece of an answer in chunks. Waits for a slow client; cuts off one that is stuck."""
@@ -97,7 +121,30 @@ class _Sender:
         await self._send(message)
 
 
+class _Receiver:
+    """A request's `receive`. Hypercorn stops reading when more than one request has come, and hears of no end then."""
+
+    def __init__(self, wire: Wire, receive: Any) -> None:
+        self._gone = wire.gone
+        self._receive = receive
+        self._whole = False
+
+    async def __call__(self) -> Any:
+        if not self._whole:
+            message = await self._receive()
+            self._whole = not message.get("more_body", False)
+            return message
+        waits = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._gone.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return waits[0].result() if waits[0].done() else {"type": "http.disconnect"}
+        finally:
+            for one in waits:
+                one.cancel()
+
+
 async def _on_wire(app: Any, wire: Wire, scope: Any, receive: Any, send: Any) -> None:
-    sender = _Sender(wire, scope, send) if scope["type"] == "http" else send
+    if scope["type"] == "http":
+        receive, send = _Receiver(wire, receive), _Sender(wire, scope, send)
     with contextlib.suppress(ConnectionError):
-        await app(scope, receive, sender)
+        await app(scope, receive, send)

@@ -98,6 +98,7 @@ class Service:
         engine: None while the model loads.
         draining: no new request is taken any more.
         inflight: HTTP requests that are being answered.
+        receiving: bytes of the bodies of all requests that are being answered.
         responses: those that are kept; see responses.py.
     """
 
@@ -105,6 +106,7 @@ class Service:
     engine: EngineFace | None = None
     draining: bool = False
     inflight: int = 0
+    receiving: int = 0
     responses: Store = field(factory=Store)
     created: int = field(factory=lambda: int(time.time()))
     fingerprint: str = field(init=False)
