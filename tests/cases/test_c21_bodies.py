@@ -169,7 +169,7 @@ async def test_fields_that_nobody_knows_yet(tok):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", CHAT, 405), ("GET", "/v1/nothing", 404), ("POST", "/", 404)]
+    ("method", "path", "status"), [("GET", CHAT, 405), ("GET", "/v1/nothing", 404), ("POST", "/", 405)]
 )
 async def test_routes(tok, method, path, status):
     async with serving(ScriptModel([97]), tok) as server:
