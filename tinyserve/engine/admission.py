@@ -55,7 +55,7 @@ class Admission:
         self._meter = meter
         self._finish = finish
         self._wake = wake
-        self._most = max(AT_ONCE, machine.scheduler.max_running)  # answers of one call in the scheduler
+        self._most = max(AT_ONCE, machine.max_running)  # answers of one call in the scheduler
 
     def submit(self, prepared: Prepared, kind: RequestOutputKind | None = None) -> Stream:
         """Queue a call; its outputs come through the stream. Of many answers, `feed` queues the later ones.

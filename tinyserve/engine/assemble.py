@@ -31,7 +31,7 @@ class Machine:
     Args:
         scheduler, runner, cache: see scheduling/scheduler.py, runner/runner.py, kv/cache.py.
         vocab_size: ids that the model knows.   max_model_len: context, fitted to the memory.
-        depth: steps in flight.   report: one line that says where the memory goes.
+        depth: steps in flight.   max_running: sequences at the same time, 0 if unknown.   report: one line that says where the memory goes.
         grammars, masks: see grammar/compile.py, grammar/mask.py.
     """
 
@@ -43,6 +43,7 @@ class Machine:
     vocab_size: int
     max_model_len: int
     depth: int = 1
+    max_running: int = 0
     report: str = ""
 
     def cache_facts(self, options: CacheOptions) -> dict[str, Any]:
@@ -120,6 +121,7 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
         vocab_size=parts.model.vocab_size,
         max_model_len=min(plan.max_model_len, scheduler.max_length),
         depth=options.depth,
+        max_running=options.max_num_seqs,
         report=plan.report(),
     )
 

@@ -85,11 +85,6 @@ class Scheduler:
         return self._limit
 
     @property
-    def max_running(self) -> int:
-        """Sequences that can run at the same time."""
-        return self._options.max_num_seqs
-
-    @property
     def has_work(self) -> bool:
         """Whether any request has not ended, or a flight has not been committed."""
         return bool(self._sequences or self._flights)
