@@ -31,7 +31,8 @@ class Machine:
     Args:
         scheduler, runner, cache: see scheduling/scheduler.py, runner/runner.py, kv/cache.py.
         vocab_size: ids that the model knows.   max_model_len: context, fitted to the memory.
-        depth: steps in flight.   max_running: sequences at the same time, 0 if unknown.   report: one line that says where the memory goes.
+        depth: steps in flight.
+        max_running: sequences at the same time, 0 if unknown.   report: one line that says where the memory goes.
         grammars, masks: see grammar/compile.py, grammar/mask.py.
     """
 
