@@ -79,8 +79,7 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
 
     device = parts.device or Device.pick(config.model.device)
     config = config.resolve(device.kind, device.memory().total_bytes)
-    options = config.scheduler
-    layers = parts.model.kv_layers()
+    options, layers = config.scheduler, parts.model.kv_layers()
     groups = group_layers(layers)
     with phases("runner"):
         runner = _runner(config, parts, device, len(groups))
