@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
+from tests import oracles
 from tinyserve import models
 from tinyserve.errors import CheckpointError, UnsupportedModel
 from tinyserve.models.config import HF, ModelConfig, choose_dtype
@@ -198,3 +200,19 @@ def test_other_values_of_a_wrong_kind_are_one_line(changes):
         build_model(LLAMA | changes)
 
     assert "\n" not in str(caught.value)
+
+
+DAMAGED = [-1, 0, 10**30, 1.5, float("nan"), "x", [], [1, 2], {}, True, {"rope_type": "yarn"}]
+
+
+@pytest.mark.parametrize("name", ["falcon-40b", "gemma2", "phi3-longrope", "exaone4", "smollm3-window"])
+def test_a_damaged_key_gives_a_model_or_one_line(name):
+    """Every key of a family's config set to 11 values that hardly can be meant: no traceback, no loop without end."""
+    config = oracles.CONFIGS[name]()
+    named = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+    whole = config.to_dict() | {"architectures": [named]}
+    for key, value in ((key, value) for key in whole for value in DAMAGED):
+        try:
+            build_model({**whole, key: value})
+        except (CheckpointError, UnsupportedModel) as error:
+            assert "\n" not in str(error) and len(str(error)) < 400

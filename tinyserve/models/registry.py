@@ -104,7 +104,7 @@ def build_model(config: Mapping[str, Any]) -> Decoder:
     made = family(architecture(hf))
     try:
         model = made.build(hf)
-    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RuntimeError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
         raise CheckpointError(f"config.json describes no model that can be built: {error}") from error
     if unread := hf.unread():
         log.warning("config.json keys that this version does not know and ignores: %s", ", ".join(unread))
