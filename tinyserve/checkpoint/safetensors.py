@@ -41,6 +41,10 @@ class SafetensorsTensor:
         """Return tensor[index] in `dtype`, without reading the rest."""
         return self.file.get_slice(self.name)[index].to(dtype)
 
+    def some(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Return some rows in `dtype`; nothing else is read."""
+        return self.file.get_slice(self.name)[rows].to(dtype)
+
     def blocks(self) -> Tensor:
         """Safetensors hold no GGUF blocks. Raises: CheckpointError: always."""
         raise CheckpointError(f"{self.name}: a safetensors tensor has no GGUF blocks.")

@@ -78,6 +78,8 @@ class Piece:
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers; see Stored."""
+        if isinstance(self.rows, slice) and not self.transposed and hasattr(self.whole, "some"):
+            return self.whole.some(self.rows, dtype)  # the parts of a large matrix, without converting it once for each
         whole = self.whole.read(dtype)
         return (whole.t() if self.transposed and whole.dim() == 2 else whole)[self.rows]
 
