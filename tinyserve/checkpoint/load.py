@@ -24,6 +24,9 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..layers.linear import Linear
+from ..layers.moe import ExpertLinear
+from ..quant.cpu import is_exact
+from ..quant.cpu_dense import dense_dtype
 from ..quant.format import Stored, WeightFormat
 from ..quant.plain import Plain
 from .dummy import noise
@@ -194,6 +197,8 @@ def load(
     """
     plan = plan_load(model, weights, tensors, format_for=format_for, tied=tied)
     check(plan, tensors)
+    if device.type == "cpu" and format_for is not None:
+        keep_narrow(plan.jobs)
     shared = {id(head) for head, _ in plan.shared}
     for _, target in targets(model):
         if id(target) not in shared:
@@ -202,6 +207,17 @@ def load(
     run(sorted(plan.jobs, key=lambda job: place[id(origin(job.stored))]), progress)
     for head, owner in plan.shared:
         head.share(owner.weight)
+
+
+def keep_narrow(jobs: list[Job]) -> None:
+    """Keep the weights of experts in half the bytes, where they are packed numbers or halves in the checkpoint.
+
+    On the CPU, whose other layers are packed then (quant/cpu.py); experts are most of a model.
+    """
+    narrow = dense_dtype()
+    for job in jobs:
+        if isinstance(job.target, ExpertLinear) and job.name == "weight" and not is_exact(job.stored):
+            job.target.narrow = narrow
 
 
 def origin(stored: Stored) -> Stored:

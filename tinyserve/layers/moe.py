@@ -42,6 +42,7 @@ class ExpertLinear(nn.Module):
         bias: whether there are biases, [E, outputs].
 
     Attributes:
+        narrow: type of the weights if it is not that of the activations; may be set until `allocate`.
         parts: `pieces` of expert 0, then of expert 1 and so on: the order in which a weight table names them.
     """
 
@@ -50,6 +51,7 @@ class ExpertLinear(nn.Module):
         self.experts = experts
         self.inputs = inputs
         self.pieces = pieces
+        self.narrow: torch.dtype | None = None
         self.parts = pieces * experts
         self.names = ("weight", "bias") if bias else ("weight",)
         for name in ("weight", "bias"):
@@ -65,7 +67,8 @@ class ExpertLinear(nn.Module):
         rows = (self.experts, sum(self.pieces))
         for name in self.names:
             shape = (*rows, self.inputs) if name == "weight" else rows
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False))
+            kind = self.narrow or dtype if name == "weight" else dtype
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=kind, device=device), False))
 
     def load(self, name: str, part: int, stored: Stored) -> None:
         """Fill one part of one expert."""
