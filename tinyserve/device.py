@@ -150,8 +150,11 @@ class Device:
         return self.kind == "cuda"
 
     def graph_pool(self) -> Any:
-        """Memory that several graphs share: of those with one pool, one may run at a time."""
-        return self._api.graph_pool_handle()
+        """Memory that several graphs share, and the stream they are recorded on: of one pool, one may run at a time.
+
+        One stream for all, because libraries keep working memory of tens of MB for every stream that they meet.
+        """
+        return self._api.graph_pool_handle(), self._api.Stream(self.index)
 
     def record(self, work: Callable[[], Result], pool: Any) -> tuple[Any, Result]:
         """Record what `work` launches, without running it; everything that it uses must have run once before.
@@ -159,10 +162,10 @@ class Device:
         Returns: a graph, whose `replay()` launches it all again on the current stream, and what `work` returned. Its
             tensors may be overwritten by the next replay of any graph of the pool.
         """
-        graph, side = self._api.CUDAGraph(), self._api.Stream(self.index)
+        graph, (handle, side) = self._api.CUDAGraph(), pool
         side.wait_stream(self.current_stream())
         with self._api.stream(side):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
             try:
                 result = work()
             finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
@@ -75,3 +76,14 @@ def test_no_bar_is_drawn_into_a_file(capsys):
         progress(1, 2)
         progress(2, 2)
     assert capsys.readouterr().err == "" and len(calls) == 2
+
+
+def test_a_report_of_phases_shows_what_no_phase_covers():
+    """Two phases in no time, and the sum beside all the time that has passed."""
+    phases = Phases()
+    with phases("import"):
+        pass
+    with phases("weights"):
+        pass
+
+    assert re.fullmatch(r"import 0\.0\d s, weights 0\.0\d s, together 0\.0\d of \d+\.\d\d s", phases.report())

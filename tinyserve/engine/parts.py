@@ -31,6 +31,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
         self._stopped = threading.Event()
 
     @contextmanager
@@ -51,9 +52,11 @@ class Phases:
             raise EngineError("Loading was stopped.")
 
     def report(self) -> str:
-        """One line: each phase and the sum."""
+        """One line: each phase, the sum, and the time that has passed in all, so that nothing slow goes unnamed."""
         parts = [f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()]
-        return ", ".join([*parts, f"together {sum(self.seconds.values()):.2f} s"])
+        return ", ".join(
+            [*parts, f"together {sum(self.seconds.values()):.2f} of {time.perf_counter() - self._began:.2f} s"]
+        )
 
 
 @define(kw_only=True)
