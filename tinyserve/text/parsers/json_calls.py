@@ -19,6 +19,7 @@ from .calls import Broken, CallWriter
 _SPACE = " \t\n\r"
 _WORD = frozenset("-+.0123456789abcdefghijklmnopqrstuvwxyzE")
 _LITERAL = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 MAX_DEPTH = 128
 
 
@@ -51,6 +52,16 @@ class JsonScan:
     def in_word(self) -> bool:
         """Whether a literal may go on."""
         return self._mode == "word"
+
+    def run(self, text: str, at: int) -> str:
+        """Take the plain characters of a string that follow at `at` all at once; "" if there are none."""
+        if self._mode != "string":
+            return ""
+        found = _PLAIN.match(text, at).group()
+        if found:
+            self._run.append(found)
+            self.found = ""
+        return found
 
     def step(self, char: str) -> str:
         """Take one character; returns how it is written: control characters inside strings are escaped.
@@ -143,6 +154,13 @@ class JsonArguments:
         self._writer = writer
         self._scan = JsonScan()
 
+    def run(self, text: str, at: int) -> int:
+        """Take plain characters of a string at once; how many."""
+        found = self._scan.run(text, at)
+        if found:
+            self._writer.args(found)
+        return len(found)
+
     def step(self, char: str) -> bool:
         """Take one character; True: the object is complete. Raises: Broken."""
         scan = self._scan
@@ -191,6 +209,13 @@ class JsonCalls:
         self._name: str | None = None
         self._arguments: list[str] | None = None  # pieces that wait for the name
         self._reading = ""  # what the value now is: "name", "arguments"; "object": arguments under way
+
+    def run(self, text: str, at: int) -> int:
+        """Take plain characters of a string at once; how many."""
+        found = self._scan.run(text, at)
+        if found and self._reading == "object":
+            self._pass(found)
+        return len(found)
 
     def step(self, char: str) -> bool:
         """Take one character; True: the object or list is complete. Raises: Broken."""

@@ -12,12 +12,14 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from typing import Any
 
 from attrs import frozen
 
 from .calls import Broken, CallWriter
 
+_PLAIN = re.compile(r"[^'\"\\]*")
 _NAMES = {"true": True, "false": False, "null": None}
 MAX_DEPTH = 64
 
@@ -45,6 +47,16 @@ class PythonCall:
         self._closing = ""  # quotes in a row that may end it
         self._escaped = False
 
+    def run(self, text: str, at: int) -> int:
+        """Take plain characters of a string at once; how many."""
+        if not self._quote or self._escaped:
+            return 0
+        found = _PLAIN.match(text, at).group()
+        if found:
+            self._part.append(found)
+            self._closing = ""
+        return len(found)
+
     def step(self, char: str) -> bool:
         """Take one character; True: the call is complete. Raises: Broken."""
         if not self._writer.open:
@@ -65,8 +77,7 @@ class PythonCall:
             self._depth -= 1
         elif char in "'\"":
             self._quote, self._closing = char, ""
-            before = "".join(self._part[-2:])
-            if before == char * 2:  # the third in a row opens a long string
+            if "".join(self._part[-2:]) == char * 2:  # the third in a row opens a long string
                 self._quote = char * 3
         self._part.append(char)
         return False
@@ -147,6 +158,10 @@ class GemmaArguments:
         self._depth = 1
         self._inside = False  # a text
         self._since = 0  # characters since the last quote
+
+    def run(self, text: str, at: int) -> int:
+        """Every character counts here."""
+        return 0
 
     def step(self, char: str) -> bool:
         """Take one character; True: the arguments are complete. Raises: Broken."""

@@ -122,21 +122,25 @@ class Machine:
             return True
 
     def _read(self, state: Read) -> bool:
-        ended = self._writer.ended
-        for at, char in enumerate(self._waiting):
+        ended, reader, text, at = self._writer.ended, self._reader, self._waiting, 0
+        while at < len(text):
+            if skipped := reader.run(text, at):
+                at += skipped
+                continue
             try:
-                done = self._reader.step(char)
+                done = reader.step(text[at])
             except Broken:
                 self._consume(at)
                 raise
+            at += 1
             if self._writer.ended > ended:
-                self._consume(at + 1)
+                self._consume(at)
                 self._settle()
                 if done:
                     self._enter(state.then)
                 return True
             if done:
-                self._consume(at + 1)
+                self._consume(at)
                 self._enter(state.then)
                 return True
         self._consume(len(self._waiting))

@@ -95,6 +95,10 @@ class Reader(Protocol):
         """Take one; True: complete. Raises: Broken."""
         ...
 
+    def run(self, text: str, at: int) -> int:
+        """Take what follows at `at` and needs no look at each character; how many characters that were."""
+        ...
+
 
 @frozen
 class Read:
