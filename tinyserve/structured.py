@@ -82,6 +82,7 @@ class StructuredOutputsParams:
         structural_tag: free text with constrained parts: {"structures": [...], "triggers": [...]} or {"format": ...}.
         disable_any_whitespace: JSON without blanks.   whitespace_pattern: which blanks JSON may have.
         disable_additional_properties: where the schema names properties, objects have no others, unless it says so.
+        enable_in_reasoning: the whole answer is held to it, also what would be a thought.
         disable_fallback: accepted; there is one backend.
         source: the field that said so, to be named when it is wrong.
     """
@@ -95,6 +96,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = field(default=False, validator=checks.flag)
     disable_additional_properties: bool = field(default=False, validator=checks.flag)
     whitespace_pattern: str | None = None
+    enable_in_reasoning: bool = field(default=False, validator=checks.flag)
     disable_fallback: bool = field(default=False, validator=checks.flag)
     source: str = "structured_outputs"
 

@@ -90,3 +90,37 @@ async def test_refusals(tok):
     async with serve("hello", tok, tool_call_parser="none") as server:
         error = await server.refused(CHAT, {**ASK, "tools": [F]})
         assert "--tool-call-parser" in error["message"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("parser", ["none", "qwen3_coder", "mistral", "openai"])
+async def test_required_in_other_formats(tok, parser):
+    """A model whose format is not known, or is no JSON, writes plain objects; the client sees no difference."""
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
+    text = thought + "hello" if parser == "openai" else "hello"
+    async with serve(text, tok, tool_call_parser=parser, reasoning_parser="none") as server:
+        asked = {**ASK, "tools": [F], "tool_choice": "required"}
+        if parser == "openai":
+            named, _ = await server.both(CHAT, {**asked, "tool_choice": NAMED})
+            assert named.reason == "stop" and len(named.choices[0]["message"]["tool_calls"]) == 1
+            assert named.choices[0]["message"]["reasoning"] == "hm"
+        whole, stream = await server.both(CHAT, asked)
+        calls, content, _ = calls_of(stream)
+        assert [call["name"] for call in calls.values()] == [["f"]] and content == ""
+        assert json.loads(calls[0]["arguments"])["city"] in ("Rome", "Oslo")
+        assert whole.reason == "tool_calls" and whole.choices[0]["message"]["content"] is None
+
+
+@pytest.mark.anyio
+async def test_strict_holds_when_the_model_decides(tok):
+    """The model wants to pass a number; with strict it cannot, and text before the call stays free."""
+    text = 'Look: <tool_call>\n{"name": "f", "arguments": {"city": 5}}\n</tool_call>'
+    strict = {"type": "function", "function": {**F["function"], "strict": True}}
+    async with serve(text, tok) as server:
+        loose, _ = await server.both(CHAT, {**ASK, "tools": [F]})
+        held, _ = await server.both(CHAT, {**ASK, "tools": [strict]})
+    (call,) = loose.choices[0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": 5}
+    (call,) = held.choices[0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    assert held.choices[0]["message"]["content"] == "Look: "

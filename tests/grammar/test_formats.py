@@ -25,7 +25,8 @@ def takes(grammar, text):
     return match.try_consume_tokens(tokens) == len(tokens) and match.is_accepting()
 
 
-FORMS = {form.name: form for form in FORMATS if written(form) and form.name != "llama4_json"}  # as llama3_json
+LEFT_OUT = {"llama4_json", "harmony"}  # as llama3_json; its calls end with an end token
+FORMS = {form.name: form for form in FORMATS if written(form) and form.name not in LEFT_OUT}
 FORMS["mistral"] = next(form for form in FORMATS if form.name == "mistral" and "[ARGS]" in form.broken)
 
 

@@ -176,7 +176,7 @@ class Intake:
         if wanted is None and budget is None:
             return None
         thought = None
-        if thinks or budget is not None:
+        if (thinks or budget is not None) and not (wanted is not None and wanted.enable_in_reasoning):
             end = self._tokenizer.decode(ids[-THOUGHT_TOKENS:], skip_special_tokens=False)
             thought = self.rules.parsing.thought(end, budget)
         if budget is not None and not self.rules.parsing.reads_thoughts:

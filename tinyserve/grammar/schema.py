@@ -227,9 +227,13 @@ class _Lark:
             return self.rule((" " if kind == "sequence" else " | ").join(parts))
         if kind == "tag":
             begin, content, end = self._parts(value)
+            if content == "FREE" and end and not self._marks.match(end):  # text up to the first such end
+                return self.rule(f"{self.literal(begin)} {self.rule(f'FREE {_quoted(end)}', lazy=True)}")
             return self.rule(
                 " ".join(part for part in (self.literal(begin), content, end and self.literal(end)) if part)
             )
+        if kind == "optional":
+            return self.rule(f"({self.format(value.get('content'), depth + 1)})?")
         if kind == "tags_with_separator":
             return self._separated(value)
         if kind == "triggered_tags":

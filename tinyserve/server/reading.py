@@ -84,14 +84,19 @@ class Readings:
                     "tool_choice forces a call, so the answer cannot have another form.", param="tool_choice"
                 )
             sampling = evolve(sampling, structured_outputs=sampling.structured_outputs or grammar)
-        if sampling.skip_special_tokens and self.parsing.shows_special(calls=self.plan.mode in ("auto", "required")):
+        if sampling.skip_special_tokens and self.parsing.shows_special(calls=self.plan.mode != "none"):
             sampling = evolve(sampling, skip_special_tokens=False)
         return sampling
+
+    @property
+    def named(self) -> str:
+        """The tool whose arguments are all of the answer's text, or ""."""
+        return self.plan.name if self.parsing.written.thought is None else ""
 
     def new(self) -> Reading:
         """The reading of one answer."""
         plan, parsing = self.plan, self.parsing
-        if plan.mode == "required":
+        if plan.forced and not self.named:
             machine = parsing.forced(tools=plan.schemas, prompt=self.prompt)
         else:
             machine = parsing.machine(calls=plan.mode == "auto", tools=plan.schemas, prompt=self.prompt)
@@ -120,7 +125,7 @@ class Reading:
         self._machine = machine
         self._asked = asked
         self._gate = gate
-        self._named = asked.plan.name if asked.plan.mode == "named" else ""
+        self._named = asked.named
         self._ids: set[str] = set()
         self.parsed = Parsed()
         self.reasoning_tokens = 0
@@ -166,7 +171,9 @@ class Reading:
         """Why the answer ended, for the client: tool_calls if it ended by itself with at least one call."""
         reason = output.finish_reason
         calls = any(call.complete for call in self.parsed.calls.values())
-        return "tool_calls" if reason is FinishReason.STOP and calls and not self._named else reason.value
+        return (
+            "tool_calls" if reason is FinishReason.STOP and calls and self._asked.plan.mode != "named" else reason.value
+        )
 
     def parts(self, output: Output) -> Iterable[blocks.Part]:
         """The same as parts of blocks, for the protocols that write those."""

@@ -44,24 +44,35 @@ class ToolPlan:
     parallel: bool = True
     strict: frozenset[str] = frozenset()
 
+    @property
+    def forced(self) -> bool:
+        """Whether a tool has to be called."""
+        return self.mode in ("required", "named")
+
     def grammar(self, written: Written) -> StructuredOutputsParams | None:
         """What the answer must be so that its calls are what was asked for; None if it may be anything.
 
         Args: written: how the model writes calls.
         """
-        if self.mode == "named":
+        if self.mode == "named" and written.thought is None:
             return StructuredOutputsParams(json=self.schemas[self.name], source="tools", **_STYLE)
-        if self.mode == "required":
+        if self.forced:
             form = self._calls(written)
         elif self.mode == "auto" and self.strict and written.trigger:
             form = self._maybe_calls(written)
         else:
             return None
-        return StructuredOutputsParams(structural_tag={"format": form}, source="tools", **_STYLE)
+        whole = {"enable_in_reasoning": written.thought is not None}
+        return StructuredOutputsParams(structural_tag={"format": form}, source="tools", **whole, **_STYLE)
 
     def _calls(self, written: Written) -> dict[str, Any]:
         """One call at least, in the model's own way."""
-        tags = [self._tag(written, name) for name in self.schemas]
+        names = [self.name] if self.mode == "named" else self.schemas
+        tags = [self._tag(written, name) for name in names]
+        if written.thought is not None:
+            begin, end = written.thought
+            thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+            return {"type": "sequence", "elements": [{"type": "optional", "content": thought}, _or(tags)]}
         calls = {
             "type": "tags_with_separator",
             "tags": tags,
@@ -85,11 +96,14 @@ class ToolPlan:
         return {"type": "triggered_tags", "triggers": [written.trigger], "tags": tags}
 
     def _tag(self, written: Written, name: str) -> dict[str, Any]:
-        forced = self.mode == "required" or name in self.strict
-        schema = self.schemas[name] if forced else {"type": "object"}
+        schema = self.schemas[name] if self.forced or name in self.strict else {"type": "object"}
         return {
             "begin": written.call(name), "content": {"type": "json_schema", "json_schema": schema}, "end": written.after
         }  # fmt: skip
+
+
+def _or(tags: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"type": "or", "elements": [{"type": "tag", **tag} for tag in tags]}
 
 
 def plan_tools(tools: Sequence[Any] | None, choice: Any, *, parallel: bool = True, hide: bool = True) -> ToolPlan:

@@ -55,6 +55,8 @@ class Written:
     Args:
         before, after: around the arguments of each call.   begin, end: around all calls.   between: calls.
         trigger: the text that begins a call, where the model may also say something else; "" if none does.
+        thought: what stands before and behind a thought, for formats in which a call ends the turn: there a grammar
+            spans both, and there is one call at most.
     """
 
     before: str
@@ -63,6 +65,7 @@ class Written:
     end: str = ""
     between: str = ""
     trigger: str = ""
+    thought: tuple[str, str] | None = None
 
     def call(self, name: str) -> str:
         """What stands before the arguments of a call of this tool."""
@@ -80,7 +83,7 @@ class Family:
         special: its marks are special tokens, which have to be shown to the parser.
         certain: texts that, all found in a chat template, tell this family for sure.   but_not: none of these.
         whole: a ready table for formats in which calls, thoughts and answers are not nested (harmony).
-        whole_without: the same where no tools may be called.   whole_listed: where the answer is a list of calls.
+        whole_without: the same where no tools may be called.
     """
 
     name: str
@@ -94,7 +97,6 @@ class Family:
     but_not: tuple[str, ...] = ()
     whole: Table | None = None
     whole_without: Table | None = None
-    whole_listed: Table | None = None
 
 
 @lru_cache(256)

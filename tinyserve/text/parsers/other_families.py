@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from .family import Calls, Family, Thinking
+from .family import Calls, Family, Thinking, Written
 from .json_calls import JsonArguments, JsonForm
 from .json_families import THINK
 from .literals import GemmaForm, PythonForm
@@ -44,14 +44,11 @@ _TO = re.compile(r"to=functions\.(?P<name>[\w.\-]+)")
 _OTHER = re.compile(r"analysis"), re.compile(r"")
 
 
-def _harmony(*, calls: bool, listed: bool = False) -> Table:
-    """Messages one after the other, each behind a header that names its channel and, for calls, its recipient.
-
-    listed: the answer is a JSON list of calls.
-    """
+def _harmony(*, calls: bool) -> Table:
+    """Messages one after the other, each behind a header that names its channel and, for calls, its recipient."""
     header, ended = Go("header", stay=True), Go("next")
     routes = ((_TO, Go("arguments", Act.BEGIN)),) if calls else ()
-    routes += (_OTHER[0], Go(THOUGHT)), (_OTHER[1], Go("listed" if listed else TEXT))
+    routes += (_OTHER[0], Go(THOUGHT)), (_OTHER[1], Go(TEXT))
     ends = {"<|end|>": ended, "<|return|>": ended, "<|call|>": ended}
     begins = {"<|channel|>": header, "<|start|>": header, "to=": header, "<|message|>": header}
     states: dict[str, State] = {
@@ -62,8 +59,6 @@ def _harmony(*, calls: bool, listed: bool = False) -> Table:
         "next": Expect({**begins, **ends}, otherwise=TEXT, silent=True),
         "arguments": Expect({"{": Go("json", stay=True), "<|call|>": Go("next", Act.END)}),
         "json": Read(JsonArguments, "next"),
-        "listed": Expect({"{": Go("object", stay=True), **ends}, otherwise=TEXT),
-        "object": Read(JsonForm(arguments=("parameters",)), "listed"),
     }
     return Table(states)
 
@@ -139,7 +134,10 @@ FAMILIES = (
         certain=(("<|channel|>", "<|message|>"),),
         whole=_harmony(calls=True),
         whole_without=_harmony(calls=False),
-        whole_listed=_harmony(calls=False, listed=True),
+        written=Written(
+            before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+            thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        ),
     ),
     Family(
         name="deepseek_r1",

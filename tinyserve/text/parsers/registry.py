@@ -111,15 +111,16 @@ class Parsing:
     @property
     def written(self) -> Written:
         """How an answer writes calls when a grammar makes it do so: the model's own way, if that is known."""
-        return (self.tools.written if self.tools else None) or LISTED_WRITTEN
+        family = self._whole or self.tools
+        return (family.written if family else None) or LISTED_WRITTEN
 
     def forced(self, *, tools: Mapping[str, Mapping[str, Any]], prompt: str = "") -> Machine:
         """A parser for an answer that a grammar makes a call, behind the model's own thought."""
-        if self.written is not LISTED_WRITTEN:
-            return self.machine(calls=True, tools=tools, prompt=prompt)
         whole = self._whole
         if whole is not None:
-            return Machine(whole.whole_listed, tools=tools)
+            return Machine(whole.whole, tools=tools)
+        if self.written is not LISTED_WRITTEN:
+            return self.machine(calls=True, tools=tools, prompt=prompt)
         opened = self.opened(prompt)
         start = "fresh" if not opened and self._closed(prompt) else None
         return Machine(make_table(self.thinking, LISTED), tools=tools, opened=opened, start=start)
