@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from tests.scripted import ScriptModel
+from tests.scripted import FlatModel, ScriptModel
 from tinyserve.server import app, connections
 
 from .harness import CHAT, HI, TEXT, Client, eventually, serving
+from .lag import watched
 
 pytestmark = pytest.mark.anyio
 
@@ -103,3 +104,25 @@ async def test_connections_have_a_limit(tok, monkeypatch):
         for _, writer in held:
             writer.transport.abort()
         await asyncio.sleep(0.1)
+
+
+async def test_thousands_of_answers_hold_nobody_up(tok):
+    """1024 prompts of 16 answers that are given up, and 4096 answers read: the loop is never away for 0.1 s."""
+    options = {"max_num_seqs": 256, "num_gpu_blocks_override": 1200, "max_num_batched_tokens": 2048}
+    async with serving(FlatModel(), tok, socket=True, **options) as server:
+        async with watched() as lag:
+            _, writer = await open_post(server, {"prompt": ["x"] * 1024, "n": 16, "max_tokens": 99})
+            await eventually(lambda: server.scheduler.num_waiting > 1000, 5.0)
+            writer.transport.abort()
+            await server.settled(10.0)
+        assert lag.worst < 0.1
+        async with watched() as lag:
+            reader, writer = await open_post(server, {"prompt": "x", "n": 4096, "max_tokens": 1})
+            size = 0
+            while piece := await reader.read(2**16):
+                size += len(piece)
+                if b'"usage"' in piece:
+                    break
+            writer.close()
+        assert size > 4096 * 50
+        assert lag.worst < 0.1
