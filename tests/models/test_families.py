@@ -122,6 +122,18 @@ def greedy(paged, prompts, count):
         logits = paged.step(dict.fromkeys(rows, 1))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_one_token_alone_gives_the_same_logits(name, checkpoint):
+    """Decoding one sequence, where norms, gates and additions move into the products' kernels: within 1e-4."""
+    tokens = oracles.prompt(8)
+    with interpreting(), nan_outputs():
+        paged = Paged(open_model(checkpoint(name)), block_size=16)
+        row = paged.add(tokens)
+        actual = torch.cat([paged.step({row: count})[row] for count in (6, 1, 1)])
+
+    torch.testing.assert_close(actual, oracles.reference_logits(checkpoint(name), tokens), **CLOSE)
+
+
 def test_batch_invariant_logits_are_equal_to_the_bit(checkpoint):
     """The row of one prompt, prefilled and decoded alone and beside two others: 0 bits apart."""
     prompts, found = [oracles.prompt(4, seed=seed) for seed in range(3)], []
