@@ -272,7 +272,7 @@ def _pick_kernel(
                 count = tiles * (TILE // UNDER)
                 border, tie, found = border_of_row(
                     row_ptr, peaks_ptr + row * count, scratch_ptr, V, count, top, total, scale,
-                    bound, last_tie, drop, PEAKS, UNDER, GROUP, CANDIDATES, FEW, TILE,
+                    bound, last_tie, drop, PEAKS, UNDER, GROUP, CANDIDATES, FEW, CANDIDATES,
                 )  # fmt: skip
                 if found <= FEW:
                     token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, FEW)

@@ -51,7 +51,7 @@ INF = float("inf")
 
 FEW = 128  # candidates that are compared each with each, without a search
 PIVOTS = tl.constexpr(8)  # of a pass over the whole row
-NARROWINGS = tl.constexpr(8)  # passes after which equals are to blame that the candidates do not fit
+BY_VALUE = tl.constexpr(5)  # passes whose pivots lie evenly in value
 
 
 def threshold_reference(
@@ -156,11 +156,11 @@ def _pass(row_ptr, V, pivot, top, scale, WEIGH: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _search_row(row_ptr, V, low, high, target, top, scale, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """As `search_block`, by passes over the whole row: at most 32."""
+def _kth_of_row(row_ptr, V, low, high, k, BLOCK: tl.constexpr):
+    """The key of the k-th largest logit, by passes over the whole row: at most 32."""
     middle = (low & high) + ((low ^ high) >> 1)
     while middle > low:
-        enough = _pass(row_ptr, V, middle, top, scale, WEIGH, BLOCK) >= target
+        enough = _pass(row_ptr, V, middle, 0.0, 1.0, False, BLOCK) >= k
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
         middle = (low & high) + ((low ^ high) >> 1)
@@ -183,14 +183,18 @@ def _nth_equal(row_ptr, V, key, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _narrow(row_ptr, V, low, high, above, target, top, scale, BLOCK: tl.constexpr):
-    """One pass: (low, high, mass at or above high) between two neighbours of PIVOTS pivots, evenly spread in value."""
+def _narrow(row_ptr, V, low, high, above, target, top, scale, by_value, BLOCK: tl.constexpr):
+    """One pass: (low, high, mass at or above high) between two neighbours of PIVOTS pivots; the last is `low`.
+
+    by_value: pivots lie evenly in value, which divides the tokens best; else evenly among keys, which always ends.
+    """
     place = tl.arange(0, PIVOTS)
-    bottom = value_of(low)
-    pivots = top - (top - bottom) * (place + 1).to(tl.float32) / PIVOTS
-    if above > 0:
-        pivots = value_of(high) - (value_of(high) - bottom) * (place + 1).to(tl.float32) / PIVOTS
-    keys = tl.minimum(tl.maximum(ordered_key(pivots), low), high)
+    step = (high.to(tl.int64) - low.to(tl.int64)) * (place + 1) // PIVOTS
+    keys = (high.to(tl.int64) - step).to(tl.int32)
+    if by_value:
+        first = tl.where(above > 0, value_of(high), top)
+        pivots = first - (first - value_of(low)) * (place + 1).to(tl.float32) / PIVOTS
+        keys = tl.minimum(tl.maximum(ordered_key(pivots), low), high)
     mass = tl.zeros((PIVOTS, BLOCK), tl.float32)
     for start in tl.range(0, V, BLOCK, num_stages=4):
         ids = start + tl.arange(0, BLOCK)
@@ -308,19 +312,18 @@ def _over_row(
     last_tie = V - 1
     if top_k > 0:
         least = tl.zeros_like(low) + KEY_OF_NOTHING
-        low = tl.maximum(low, _search_row(row_ptr, V, least, high, top_k.to(tl.float32), top, scale, False, BLOCK))
+        low = tl.maximum(low, _kth_of_row(row_ptr, V, least, high, top_k.to(tl.float32), BLOCK))
     if top_p < 1:
         if limited:
             total = _pass(row_ptr, V, low, top, scale, True, BLOCK)
         target = top_p * total
         # Tokens that together weigh less than 1 - p are never needed; half, as a margin for rounding.
-        least = ordered_key(top + tl.log(total * (1 - top_p) / V * 0.5) / scale)
-        low = tl.maximum(low, least)
+        low = tl.maximum(low, ordered_key(top + tl.log(total * (1 - top_p) / V * 0.5) / scale))
         above = 0.0
         found = CANDIDATES + 1
         passes = 0
-        while (found > CANDIDATES) & (passes < NARROWINGS):
-            low, high, above = _narrow(row_ptr, V, low, high, above, target, top, scale, BLOCK // 2)
+        while (found > CANDIDATES) & ((low & high) + ((low ^ high) >> 1) > low):  # more than one key between them
+            low, high, above = _narrow(row_ptr, V, low, high, above, target, top, scale, passes < BY_VALUE, BLOCK // 2)
             passes += 1
             if passes > 2:
                 found = _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES, BLOCK)
@@ -329,10 +332,8 @@ def _over_row(
                 key_ptr, found, low, high, top, top_k * 0, top_p, above, total, scale, False, CANDIDATES
             )  # fmt: skip
             last_tie = tl.load(id_ptr + place)
-        else:
-            low = _search_row(row_ptr, V, low, high, target, top, scale, True, BLOCK)
-            missing = target - _pass(row_ptr, V, low + 1, top, scale, True, BLOCK)
-            ties = tl.ceil(missing / tl.exp((value_of(low) - top) * scale))
+        else:  # equals, and more of them than fit
+            ties = tl.ceil((target - above) / tl.exp((value_of(low) - top) * scale))
             last_tie = _nth_equal(row_ptr, V, low, tl.maximum(tl.minimum(ties, V), 1).to(tl.int32), BLOCK)
     return low, last_tie
 
@@ -489,7 +490,7 @@ def threshold(
         tiles = mass.shape[1]
         _threshold_kernel[(L,)](
             logits, temperature, top_k, top_p, min_p, peaks, mass, scratch_for(logits, L), out, last_tie,
-            V, logits.stride(0), tiles, TILES=next_power_of_2(tiles), PER_TILE=TILE // UNDER, FEW=FEW, BLOCK=4096,
+            V, logits.stride(0), tiles, TILES=next_power_of_2(tiles), PER_TILE=TILE // UNDER, FEW=FEW, BLOCK=2048,
             num_warps=8, **search_sizes(V), **overlap(logits),
         )  # fmt: skip
     return out, last_tie
