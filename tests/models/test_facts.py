@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import oracles
+from tests import moe_configs, oracles
 from tests.models.batching import Paged
 from tinyserve.checkpoint.source import resolve
 from tinyserve.errors import UnsupportedModel
@@ -189,3 +190,20 @@ def test_switches_that_no_file_implements_are_refused_by_name(architecture, chan
     """A silent default would change every logit."""
     with pytest.raises(UnsupportedModel, match=message):
         build_model({**oracles.SIZES, "architectures": [architecture], **changes})
+
+
+CONFIGS = oracles.CONFIGS | moe_configs.CONFIGS
+
+
+@pytest.mark.parametrize("name", [one for one in CONFIGS if not any(one.startswith(f"{other}-") for other in CONFIGS)])
+def test_noise_runs_in_place_of_the_weights_of_every_family(name, tmp_path):
+    """load_format dummy: config.json is enough, logits are finite and differ from token to token."""
+    config = CONFIGS[name]()
+    made = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [made.__name__]}))
+    logits = logits_of(
+        load_model(resolve(str(tmp_path), load_format="dummy"), dtype="float32", load_format="dummy"), [5, 6, 7]
+    )
+
+    assert logits.isfinite().all()
+    assert logits[1].sub(logits[2]).abs().max() > 0
