@@ -311,3 +311,43 @@ def test_a_signal_while_loading_ends_the_process(number):
         assert process.returncode == 0 and "stopped while loading" in err
     finally:
         process.kill()
+
+
+DYING = LIFE.replace(
+    "await asyncio.Event().wait()", "await asyncio.sleep(0.3); raise EngineDead('the loop ended: boom')"
+)
+DYING = DYING.replace("import asyncio, sys", "import asyncio, sys\nfrom tinyserve.errors import EngineDead")
+
+
+def test_a_server_whose_engine_dies_ends_with_an_error():
+    """D34: exit code 1 and the cause in the log, so that whoever runs it starts another."""
+    process, _ = start(code=DYING)
+    try:
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 1 and "boom" in err
+    finally:
+        process.kill()
+
+
+SLOW = LIFE.replace('b"a" * 50, delay=0.02', 'b"a" * 200, delay=0.05')
+
+
+def test_the_time_to_drain_ends():
+    """0.3 s to drain, and an answer of 10 s: its stream ends with abort and [DONE]; exit code 0."""
+    process, address = start("--shutdown-timeout", "0.3", code=SLOW)
+    try:
+        wait_ready(address)
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        with httpx.stream("POST", address + "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            begin = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        process.communicate(timeout=10)
+        assert time.monotonic() - begin < 6
+        last = json.loads(rest[-4].removeprefix("data: "))
+        assert rest[-2] == "data: [DONE]" and last["choices"][0]["finish_reason"] == "abort"
+        assert process.returncode == 0
+    finally:
+        process.kill()
