@@ -25,7 +25,7 @@ from .launch import cdiv, choose, next_power_of_2, use_kernel
 from .pages import attend
 
 PROGRAMS = 264  # two for each processor of the largest device
-MOST_SPLITS = 64
+MOST_SPLITS = 128  # a program takes most of a processor's shared memory, so few are enough
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
