@@ -1,0 +1,197 @@
+"""A quantised matrix, whoever wrote it: small codes, and what turns them back into numbers.
+
+    W[n, k] = (number(code[n, k]) - zero[n, g]) * scale[n, g]        g = the group of column k
+
+`number` is the code itself (int8, fp8, unsigned integers) or a row of a table (fp4, nf4). Published formats differ in
+how they lay codes out and in how many weights share a scale; all of them are this formula once the scales of tensors,
+blocks and rows are spelled out as [N, G]: a tensor's scale is that of each of its rows, a block's that of each of its
+128 rows. Fused parts with different scales are then nothing special, and neither is cutting rows out.
+
+Before: quant/format.py.  After: stored.py reads it from a checkpoint, grouped.py keeps it and multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1, OCP MX v1.0
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+SMALLEST = torch.finfo(torch.float32).tiny  # a step that is not 0, for rows of zeros
+
+
+@frozen
+class Inputs:
+    """How activations are rounded before a product, where a checkpoint was made for that.
+
+    Args:
+        kind: "fp8" (e4m3) or "int8".
+        static: one scale, from the checkpoint; else one is computed for each token.
+        width: columns that share a computed scale; 0: all of a token's.
+        symmetric: around 0; else int8 codes with a zero point.
+        limit: bound of the magnitude that a computed scale must reach; 0: none (FBGEMM).
+    """
+
+    kind: str
+    static: bool = False
+    width: int = 0
+    symmetric: bool = True
+    limit: float = 0.0
+
+
+@frozen
+class Scheme:
+    """What two matrices must share to be one product.
+
+    Args:
+        name: for people, such as "fp8 in blocks of 128".
+        bits: of a code in memory: 2, 4 or 8.
+        width: consecutive columns that share a scale; 0: all of a row.
+        table: the numbers that codes stand for; None: codes are numbers.
+        inputs: how activations are rounded; None: not at all.
+    """
+
+    name: str
+    bits: int
+    width: int = 0
+    table: tuple[float, ...] | None = field(default=None, repr=False)
+    inputs: Inputs | None = None
+
+
+@frozen(eq=False)
+class Codes:
+    """A matrix of N rows and K columns, in G groups of columns.
+
+    Args:
+        scheme: of this matrix.
+        codes: [N, K] int8, uint8 or float8, one an element; packed to bits by `pack`.
+        scales: [N, G] floating point.
+        zeros: [N, G] or None, in codes.
+        groups: [K] group of each column where they are not consecutive (act-order), else None.
+        input_scale, input_zero: of static inputs, one number each, or None.
+    """
+
+    scheme: Scheme
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    groups: Tensor | None = None
+    input_scale: Tensor | None = None
+    input_zero: Tensor | None = None
+
+    def rows(self, which: slice | Tensor) -> Codes:
+        """Return some of the rows."""
+        zeros = None if self.zeros is None else self.zeros[which]
+        return evolve(self, codes=self.codes[which], scales=self.scales[which], zeros=zeros)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers, [N, K]; computed in float32."""
+        numbers = as_numbers(self.codes, self.scheme)
+        width = self.scheme.width
+        if self.zeros is not None:
+            numbers = numbers - spread(self.zeros.float(), width, self.groups, numbers.shape[1])
+        return (numbers * spread(self.scales.float(), width, self.groups, numbers.shape[1])).to(dtype)
+
+
+def as_numbers(codes: Tensor, scheme: Scheme) -> Tensor:
+    """Return what codes [N, K] stand for, before zeros and scales; float32."""
+    if scheme.table is None:
+        return codes.float()
+    return torch.tensor(scheme.table, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def spread(values: Tensor, width: int, groups: Tensor | None, columns: int) -> Tensor:
+    """Return values [N, G] of groups as [N, columns], or [N, 1] where one group has all columns."""
+    if groups is not None:
+        return values[:, groups]
+    return values if values.shape[1] == 1 else values.repeat_interleave(width, dim=1)[:, :columns]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return codes [N, K] below 2**bits as bytes [N, ceil(K * bits / 8)], the first column in the lowest bits."""
+    if bits == 8:
+        return codes
+    each = 8 // bits
+    padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % each))
+    packed = torch.zeros(padded.shape[0], padded.shape[1] // each, dtype=torch.uint8, device=codes.device)
+    for place in range(each):
+        packed |= padded[:, place::each] << (bits * place)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Undo `pack`: [N, columns]."""
+    if bits == 8:
+        return packed
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(1)[:, :columns]
+
+
+def from_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """Read `count` unsigned integers of `bits` bits along the last dimension of int32 words, lowest bits first.
+
+    The integers follow each other without gaps, so that those of three bits may lie across two words.
+    Returns: uint8 [..., count].
+    """
+    first = torch.arange(count, device=words.device) * bits
+    word, shift = first // 32, first % 32
+    wide = words.long() & 0xFFFFFFFF
+    low = wide[..., word] >> shift
+    high = wide[..., (word + 1).clamp(max=words.shape[-1] - 1)] << (32 - shift)
+    return ((low | high) & (2**bits - 1)).to(torch.uint8)
+
+
+def compact(scales: Tensor) -> Tensor:
+    """Return float32 scales in the smallest type that holds them exactly; files mostly hold halves."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return scales.to(dtype)
+    return scales
+
+
+def blocks_to_rows(scales: Tensor, rows: int, block: int) -> Tensor:
+    """Return the scales [ceil(rows / block), G] of blocks as one for each row, [rows, G]."""
+    return scales.repeat_interleave(block, dim=0)[:rows]
+
+
+def rounded(x: Tensor, inputs: Inputs, scale: Tensor | None = None, zero: Tensor | None = None) -> Tensor:
+    """Return x [T, K] as the rounded activations stand for it; in x's type, computed in float32.
+
+    Args: scale, zero: of static inputs.
+    """
+    columns, width = x.shape[1], inputs.width or max(x.shape[1], 1)
+    numbers = torch.nn.functional.pad(x.float(), (0, -columns % width)).unflatten(1, (-1, width))
+    largest = LARGEST[inputs.kind]
+    if not inputs.static and inputs.symmetric:
+        reach = numbers.abs().amax(dim=-1, keepdim=True)
+        scale = (reach.clamp(max=inputs.limit) if inputs.limit else reach) / largest
+    elif not inputs.static:
+        low, high = numbers.amin(-1, keepdim=True).clamp(max=0), numbers.amax(-1, keepdim=True).clamp(min=0)
+        scale = (high - low) / 255
+        zero = (-128 - low / scale.clamp(min=SMALLEST)).round()
+    scale = scale.float().clamp(min=SMALLEST)
+    codes = numbers / scale
+    if inputs.kind == "fp8":
+        codes = codes.clamp(-largest, largest).to(torch.float8_e4m3fn).float()
+    else:
+        shift = 0.0 if zero is None else zero.float()
+        codes = (codes + shift).round().clamp(-128, 127) - shift
+    return (codes * scale).flatten(1)[:, :columns].to(x.dtype)
+
+
+def quantise(weight: Tensor, scheme: Scheme) -> Codes:
+    """Round a matrix [N, K] to the nearest codes of a symmetric scheme of integers or fp8: the online formats."""
+    columns, width = weight.shape[1], scheme.width or weight.shape[1]
+    numbers = torch.nn.functional.pad(weight.float(), (0, -columns % width)).unflatten(1, (-1, width))
+    float8 = scheme.name.startswith("fp8")
+    middle = 2 ** (scheme.bits - 1)
+    largest = LARGEST["fp8"] if float8 else middle - 1
+    scales = (numbers.abs().amax(dim=-1) / largest).clamp(min=SMALLEST)
+    codes = (numbers / scales[..., None]).flatten(1)[:, :columns]
+    if float8:
+        return Codes(scheme, codes.clamp(-largest, largest).to(torch.float8_e4m3fn), scales)
+    codes = codes.round().clamp(-middle, largest)
+    if scheme.bits == 8:
+        return Codes(scheme, codes.to(torch.int8), scales)
+    return Codes(scheme, (codes + middle).to(torch.uint8), scales, torch.full_like(scales, middle, dtype=torch.uint8))

@@ -1,0 +1,78 @@
+"""Which format a checkpoint is quantised in: `quantization_config` of config.json, or hf_quant_config.json.
+
+Nothing is guessed. A method without a reader here is refused by its name, and so is a combination that its reader does
+not know; MXFP4 of stacked experts (gpt-oss) and GGUF describe themselves and need no reader.
+
+Before: fp8.py, compressed.py, gptq.py, awq.py, modelopt.py, bitsandbytes.py.  After: models/registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError, UnsupportedModel, shown
+from .awq import read_awq
+from .bitsandbytes import read_bitsandbytes
+from .compressed import read_compressed
+from .format import Fused, Stored, WeightFormat
+from .fp8 import read_fbgemm, read_fp8
+from .gptq import read_gptq
+from .grouped import ONLINE, grouped_formats
+from .modelopt import read_modelopt
+from .stored import Method
+
+READERS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
+    "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed,
+    "fbgemm_fp8": read_fbgemm,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
+}
+SELF_DESCRIBING = ("gguf", "mxfp4")
+
+
+def detect(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Method | None:
+    """Return how a checkpoint's quantised matrices are read, or None if they need no reader.
+
+    Args: config: of config.json.   modelopt: of hf_quant_config.json, if there is one.
+    Raises: UnsupportedModel: the method or a combination is not implemented; CheckpointError: no sense in it.
+    """
+    own = config.get("quantization_config") or None
+    if own is None:
+        return None if modelopt is None else read_modelopt(modelopt)
+    if not isinstance(own, Mapping):
+        raise CheckpointError(f"config.json: quantization_config is {shown(own)}, expected an object.")
+    method = own.get("quant_method")
+    if method in SELF_DESCRIBING:
+        return None
+    if method not in READERS:
+        raise UnsupportedModel(
+            f"The checkpoint is quantised with {shown(method)}; this version reads {', '.join(sorted(READERS))}, GGUF "
+            "and plain numbers. Use another quantisation of the same model."
+        )
+    return READERS[method](own)
+
+
+def check_asked(asked: str | None, method: Method | None) -> None:
+    """Raise ConfigError if `--quantization` contradicts a checkpoint of safetensors."""
+    if asked is None or (method is None and asked in (*ONLINE, *SELF_DESCRIBING)):
+        return
+    if method is None:
+        raise ConfigError(
+            f"--quantization {asked}, but the checkpoint has plain numbers. Leave the option out, or take one of "
+            f"{', '.join(ONLINE)} to have them rounded while loading."
+        )
+    if asked.removesuffix("_marlin").removesuffix("_fp4") != method.title.split()[0]:
+        raise ConfigError(
+            f"--quantization {asked}, but the checkpoint is {method.title} and is read as it is. Leave the option out"
+            + (", or take the checkpoint of plain numbers to have it rounded." if asked in ONLINE else ".")
+        )
+
+
+def online(asked: str | None) -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat] | None:
+    """Return the choice of formats that rounds plain numbers as `--quantization` asks, or None if it does not."""
+    return grouped_formats(ONLINE[asked]) if asked in ONLINE else None
