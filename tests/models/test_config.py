@@ -82,7 +82,7 @@ def test_dtype_rule(asked, stored, device, expected):
         ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention", "linear"]}, "'linear'"),
         ({"architectures": ["Phi3ForCausalLM"], "attention_bias": True}, "attention_bias=True"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq'"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 4.0}}, "'spiral'"),
         ({"architectures": ["RwkvForCausalLM"]}, "LlamaForCausalLM"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

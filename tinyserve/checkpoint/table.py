@@ -25,6 +25,7 @@ from attrs import frozen
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..quant.codes import Codes, Scheme
 from ..quant.format import Stored
 
 
@@ -82,6 +83,15 @@ class Piece:
             return self.whole.some(self.rows, dtype)  # the parts of a large matrix, without converting it once for each
         whole = self.whole.read(dtype)
         return (whole.t() if self.transposed and whole.dim() == 2 else whole)[self.rows]
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """Of a quantised tensor (quant/stored.py), whose codes can be cut by rows; else None."""
+        return None if self.transposed else getattr(self.whole, "scheme", None)
+
+    def codes(self) -> Codes:
+        """Return the codes of these rows."""
+        return self.whole.codes().rows(self.rows)
 
     def blocks(self) -> Tensor:
         """Return the raw blocks, uint8 [rows, bytes of a row]."""

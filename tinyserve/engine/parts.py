@@ -102,7 +102,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         from ..device import Device
         from ..models.config import choose_dtype, promised_length
         from ..models.registry import load_model
-        from ..quant.cpu import cpu_formats, packed_bytes
+        from ..quant.cpu import packed_bytes
         from ..text.generation import GenerationDefaults
         from ..text.tokenizer import Tokenizer
 
@@ -124,15 +124,14 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             generation_config=config.model.generation_config,
             overrides=config.model.override_generation_config,
         )
-    pack = device.is_cpu and config.model.dtype == "auto" and config.load.load_format != "dummy"  # quant/cpu.py
-    dtype = "float32" if pack else config.model.dtype
+    dtype, format_for = _formats(config, source, device)
     with phases("weights"), _bar(config.load.use_tqdm_on_load, phases.check) as progress:
         model = load_model(
             source,
             dtype=dtype,
             device=device.torch,
             load_format=config.load.load_format,
-            format_for=cpu_formats() if pack else None,
+            format_for=format_for,
             overrides=_overrides(config),
             seed=config.model.seed,
             progress=progress,
@@ -152,6 +151,24 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         dtype=choose_dtype(dtype, model.config, device.torch),
     )
+
+
+def _formats(config: EngineConfig, source: Any, device: Any) -> tuple[str, Any]:
+    """Return the type of the activations, and what chooses the format of each product; None: as the checkpoint says.
+
+    Raises: ConfigError: --quantization contradicts the checkpoint.
+    """
+    from ..models.registry import quantisation
+    from ..quant.cpu import cpu_formats
+    from ..quant.detect import check_asked, online
+
+    asked, load_format = config.model.quantization, config.load.load_format
+    check_asked(asked, quantisation(source, {**source.config(), **_overrides(config)}, load_format))
+    # On a CPU, 8 bits are what --dtype auto packs anyway, for the fast products of quant/cpu.py.
+    pack = device.is_cpu and config.model.dtype == "auto" and load_format != "dummy"
+    if pack and (asked == "int8" or online(asked) is None):
+        return "float32", cpu_formats()
+    return config.model.dtype, online(asked)
 
 
 def _choose_products(model: Any, device: Any, invariant: bool) -> None:

@@ -17,6 +17,7 @@ from attrs import frozen
 
 from ..errors import CheckpointError, UnsupportedModel, shown
 from ..layers.rope import RopeSpec, longrope_amplitude, yarn_amplitude
+from ..quant.detect import detect
 from .hf import HF, LENGTH_KEYS
 
 # Kinds whose max_position_embeddings already is the stretched length.
@@ -142,15 +143,8 @@ def architecture(hf: HF) -> str:
 
 
 def check_quantization(hf: HF) -> None:
-    """Refuse quantised checkpoints other than GGUF, whose blocks carry their own types, and MXFP4 (stacked experts).
-
-    Raises: UnsupportedModel: always for another method, with its name.
-    """
-    method = (hf.get("quantization_config", default=None) or {}).get("quant_method")
-    if method not in (None, "gguf", "mxfp4"):
-        raise UnsupportedModel(
-            f"The checkpoint is quantised with {method!r}; this version reads plain numbers (safetensors) and GGUF."
-        )
+    """Refuse what quant/detect.py has no reader for, before anything is built. Raises: UnsupportedModel."""
+    detect({"quantization_config": hf.get("quantization_config", default=None)})
 
 
 def stored_dtype(hf: HF) -> torch.dtype | None:

@@ -108,6 +108,8 @@ class Decoder(nn.Module):
             plain = isinstance(module, Linear) and type(module.format) is Plain
             if plain:
                 module.format = Plain(invariant=True)
+            if isinstance(module, Linear) and not plain:
+                raise UnsupportedModel(f"--batch-invariant is not built for the quantised products of {name} yet.")
             matrices = [one for one in module.parameters(recurse=False) if one.dim() > 1]
             if matrices and not plain and not isinstance(module, Embedding):
                 raise UnsupportedModel(f"--batch-invariant is not built for the products of {name} yet.")

@@ -23,7 +23,11 @@ from ..checkpoint.safetensors import open_safetensors
 from ..checkpoint.source import Source
 from ..checkpoint.stacked import unstack
 from ..errors import CheckpointError, UnsupportedModel
+from ..layers.linear import Linear
+from ..quant.detect import detect
 from ..quant.format import Stored
+from ..quant.grouped import ByPart, Grouped, grouped_formats
+from ..quant.stored import Method, QuantizedTensor, wrap
 from . import fallback
 from .config import HF, architecture, choose_dtype
 from .decoder import Decoder
@@ -147,12 +151,17 @@ def load_model(
         load_dummy(model, dtype=dtype, device=device, seed=seed, tied=TIED if model.config.tied_head else {})
     else:
         tensors = open_tensors(source, load_format, model)
+        method = quantisation(source, config, load_format)
+        if method is not None:
+            tensors, format_for = wrap(tensors, method), format_for or grouped_formats()
+        quantised = [one for one in tensors.values() if isinstance(one, QuantizedTensor)]
         options = {"dtype": dtype, "device": device, "format_for": format_for, "progress": progress}
         # A tied head may still have a tensor of its own in the file; then the file is right.
         made = family(model.config.architecture)
         tensors = unstack(as_saved(made, tensors, model.config.num_layers), getattr(made, "STACKS", {}))
         weights = made.WEIGHTS
         load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
+        report(model, method, quantised, device)
     try:
         model.reach(model.config.max_model_len, device)
     except (RuntimeError, OverflowError) as error:
@@ -161,6 +170,36 @@ def load_model(
             "set a smaller max_position_embeddings with --hf-overrides."
         ) from error
     return model.eval()
+
+
+def quantisation(source: Source, config: Mapping[str, Any], load_format: str) -> Method | None:
+    """Return how a checkpoint's quantised matrices are read, None if there are none; GGUF blocks describe themselves.
+
+    Raises: UnsupportedModel, CheckpointError.
+    """
+    if load_format == "dummy" or (source.gguf is not None and load_format != "safetensors"):
+        return None
+    return detect(config, source.json("hf_quant_config.json"))
+
+
+def report(model: Decoder, method: Method | None, quantised: list[QuantizedTensor], device: torch.device) -> None:
+    """Log what became of quantised matrices: which are kept, which became plain numbers, and what is slow."""
+    if method is not None:
+        dense = sorted(set().union(*(one.made_dense for one in quantised)))
+        kept = len(quantised) - len(dense)
+        log.info("%s: %d quantised matrices, %d of them kept as they are", method.title, len(quantised), kept)
+        if dense:
+            log.warning(
+                "%d matrices of %s were turned into plain numbers while loading, or packed anew for this CPU (%s ...)",
+                len(dense), method.title, dense[0],
+            )  # fmt: skip
+    formats = [module.format for module in model.modules() if isinstance(module, Linear)]
+    slow = sum(isinstance(one, (Grouped, ByPart)) for one in formats)
+    if slow:
+        log.warning(
+            "%d products make their quantised matrix dense each time on %s: they save memory, but are slower than "
+            "plain numbers", slow, device,
+        )  # fmt: skip
 
 
 def as_saved(made: ModuleType, tensors: Mapping[str, Stored], num_layers: int) -> dict[str, Stored]:
