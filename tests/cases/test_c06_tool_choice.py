@@ -90,6 +90,9 @@ async def test_refusals(tok):
     async with serve("hello", tok, tool_call_parser="none") as server:
         error = await server.refused(CHAT, {**ASK, "tools": [F]})
         assert "--tool-call-parser" in error["message"]
+    async with serve("hello", tok, enable_auto_tool_choice=False) as server:
+        error = await server.refused(CHAT, {**ASK, "tools": [F]})
+        assert "enable-auto-tool-choice" in error["message"]
 
 
 @pytest.mark.anyio

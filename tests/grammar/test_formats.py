@@ -3,6 +3,7 @@
 import pytest
 
 from tests.text.parsers.formats import FORMATS, TOOLS
+from tinyserve.config import ServerOptions
 from tinyserve.server.tools import plan_tools
 from tinyserve.text.parsers import registry
 
@@ -40,12 +41,12 @@ def test_required_and_strict(name):
     numbered = name in ("kimi_k2", "cohere")  # every call has the number 0; the server gives ids of its own
     if numbered:
         two = good
-    required = plan_tools(LISTED, "required").grammar(written(form))
+    required = plan_tools(LISTED, "required", ServerOptions()).grammar(written(form))
     assert takes(required, form.calls(good)) and takes(required, form.calls(two))
     assert not takes(required, form.calls(wrong)) and not takes(required, "Hello.")
-    one = plan_tools(LISTED, "required", parallel=False).grammar(written(form))
+    one = plan_tools(LISTED, "required", ServerOptions(), parallel=False).grammar(written(form))
     assert takes(one, form.calls(good)) and (numbered or not takes(one, form.calls(two)))
     if written(form).trigger:
-        strict = plan_tools(LISTED, "auto").grammar(written(form))
+        strict = plan_tools(LISTED, "auto", ServerOptions()).grammar(written(form))
         assert takes(strict, "Hello. " + form.calls(good)) and takes(strict, "Hello.")
         assert not takes(strict, form.calls(wrong))

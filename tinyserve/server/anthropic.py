@@ -17,6 +17,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..config import ServerOptions
 from ..errors import RequestError, shown
 from . import answers
 from .anthropic_writer import MessageWriter, Shape
@@ -103,7 +104,7 @@ async def messages(request: Request, service: Service) -> Generation:
     model = service.model_name(fields.text("model"))
     stream = fields.flag("stream")
     stops = fields.items("stop_sequences", str) or []
-    plan = _plan(fields)
+    plan = _plan(fields, options)
     decided = {"max_tokens": fields.integer("max_tokens"), "stop": stops, **_form(fields), **_budget(fields, engine)}
     sampling = read_sampling(fields, engine.default_sampling, stream=stream, **decided)
     more = request_options(fields)
@@ -130,7 +131,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
     service.ready()
     fields = await read_body(request, service.config.server, COUNT)
     service.model_name(fields.text("model"))
-    _, ids = await _encoded(fields, service, _plan(fields))
+    _, ids = await _encoded(fields, service, _plan(fields, service.config.server))
     return Response(orjson.dumps({"input_tokens": len(ids)}), media_type="application/json")
 
 
@@ -154,7 +155,7 @@ async def _encoded(fields: Fields, service: Service, plan: ToolPlan) -> tuple[li
     return conversation, ids
 
 
-def _plan(fields: Fields) -> ToolPlan:
+def _plan(fields: Fields, options: ServerOptions) -> ToolPlan:
     """What the request says about tools, in this API's words. Raises: RequestError."""
     tools = []
     for index, tool in enumerate(fields.items("tools", dict, "a list of tools") or ()):
@@ -164,10 +165,10 @@ def _plan(fields: Fields) -> ToolPlan:
         tools.append({"function": {**function, "parameters": tool.get("input_schema"), "strict": tool.get("strict")}})
     asked = fields.inner("tool_choice")
     if asked is None:
-        return plan_tools(tools, None)
+        return plan_tools(tools, None, options)
     kind = asked.text("type")
     choice: Any = {"any": "required", "tool": {"type": "function", "name": asked.text("name")}}.get(kind, kind)
-    return plan_tools(tools, choice, parallel=not asked.flag("disable_parallel_tool_use"))
+    return plan_tools(tools, choice, options, parallel=not asked.flag("disable_parallel_tool_use"))
 
 
 def _form(fields: Fields) -> dict[str, Any]:

@@ -139,8 +139,8 @@ def read_tools(fields: Fields, service: Service) -> ToolPlan:
     return plan_tools(
         fields.items("tools", dict, "a list of tools"),
         fields.raw("tool_choice"),
+        service.config.server,
         parallel=fields.flag("parallel_tool_calls", True),
-        hide=service.config.server.exclude_tools_when_tool_choice_none,
     )
 
 

@@ -18,6 +18,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..config import ServerOptions
 from ..errors import ContextLengthExceeded, RequestError
 from ..request import SamplingParams
 from . import answers
@@ -56,7 +57,7 @@ async def create(request: Request, service: Service) -> Any:
     stream, background = fields.flag("stream"), fields.flag("background")
     if background and not fields.flag("store", True):
         fields.refuse("background", "needs store: true, or nobody could get the response.")
-    plan = _plan(fields)
+    plan = _plan(fields, options)
     logprobs = _logprobs(fields)
     most = fields.integer("max_output_tokens", engine.default_sampling.get("max_tokens"))
     if most is not None and most < 1:
@@ -146,13 +147,13 @@ async def delete(request: Request, service: Service) -> Response:
     return _json({"id": name, "object": "response", "deleted": True})
 
 
-def _plan(fields: Fields) -> ToolPlan:
+def _plan(fields: Fields, options: ServerOptions) -> ToolPlan:
     """What the request says about tools, which this API describes one level higher than the chat route."""
     tools = []
     for tool in fields.items("tools", dict, "a list of tools") or ():
         inner = {name: value for name, value in tool.items() if name != "type"}
         tools.append({"type": tool.get("type", "function"), "function": inner})
-    return plan_tools(tools, fields.raw("tool_choice"), parallel=fields.flag("parallel_tool_calls", True))
+    return plan_tools(tools, fields.raw("tool_choice"), options, parallel=fields.flag("parallel_tool_calls", True))
 
 
 def _form(fields: Fields) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from attrs import frozen
 
+from ..config import ServerOptions
 from ..errors import RequestError, shown
 from ..structured import StructuredOutputsParams
 from ..text.parsers.family import Written
@@ -106,13 +107,13 @@ def _or(tags: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"type": "or", "elements": [{"type": "tag", **tag} for tag in tags]}
 
 
-def plan_tools(tools: Sequence[Any] | None, choice: Any, *, parallel: bool = True, hide: bool = True) -> ToolPlan:
+def plan_tools(tools: Sequence[Any] | None, choice: Any, options: ServerOptions, *, parallel: bool = True) -> ToolPlan:
     """What `tools` and `tool_choice` of a request mean.
 
     Args:
         tools: each {type: function, function: {name, description, parameters}}.
         choice: none, auto, required or {type: function, function: {name}}; None: auto if there are tools.
-        hide: with none, leave the tools out of the prompt.
+        options: whether the model may decide, and whether tools that must not be called are in the prompt.
     Raises: RequestError: naming the tool at fault, or a choice that cannot be met.
     """
     if len(tools or ()) > MAX_TOOLS:
@@ -129,7 +130,9 @@ def plan_tools(tools: Sequence[Any] | None, choice: Any, *, parallel: bool = Tru
         raise RequestError(f"tool_choice is {shown(choice)}, but there are no tools.", param="tool_choice")
     if mode == "named" and name not in schemas:
         raise RequestError(f"tool_choice: there is no tool {shown(name)}.", param="tool_choice")
-    shown_tools = () if mode == "none" and hide else tuple(checked)
+    if mode == "auto" and not options.enable_auto_tool_choice:
+        raise RequestError("tool_choice 'auto' is switched off (--no-enable-auto-tool-choice).", param="tool_choice")
+    shown_tools = () if mode == "none" and options.exclude_tools_when_tool_choice_none else tuple(checked)
     strict = frozenset(tool["function"]["name"] for tool in checked if tool["function"].get("strict") is True)
     return ToolPlan(tools=shown_tools, schemas=schemas, mode=mode, name=name, parallel=parallel, strict=strict)
 
