@@ -1,0 +1,107 @@
+"""What a grammar costs: 64 sequences that are all held to a JSON schema, beside the same without, on one device.
+
+    python bench/structured.py --model FOLDER [--batch 64] [--out 256] [--device cuda]
+
+FOLDER holds a config.json; weights are random numbers. The vocabulary is made up: bytes, and random words up to the
+model's size, so that a mask has the real number of bits. The schema never ends, so both runs give equally many tokens.
+Prints tokens a second of both, their ratio, and the time of the masks: what the host spends per row and per step.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+
+from attrs import evolve
+
+from tinyserve.config import CacheOptions, EngineConfig, LoadOptions, ModelOptions, SchedulerOptions
+from tinyserve.engine.assemble import assemble
+from tinyserve.engine.engine import Engine
+from tinyserve.engine.parts import Phases, load_parts
+from tinyserve.request import SamplingParams
+from tinyserve.text.tokenizer import TokenizerFacts
+
+ROW = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer"}}}
+SCHEMA = {"type": "array", "minItems": 100_000, "items": {**ROW, "required": ["name", "size"]}}
+
+
+class MadeUp:
+    """A vocabulary of any size: 256 bytes, then words, spaces with words, and marks of JSON."""
+
+    special_ids = frozenset({256})
+    bytewise = True
+    facts = TokenizerFacts()
+
+    def __init__(self, size: int) -> None:
+        draw = random.Random(0)
+        marks = ['{"', '":', '",', '"}', "},", "[{", "}]", '": "', '", "', "\n  ", " {"]
+        words = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [mark.encode() for mark in marks]
+        while len(words) < size:
+            word = "".join(draw.choices("etaoinshrdlucmfwypvbgkjqxz", k=draw.randint(2, 9)))
+            words.append(draw.choice(["", " "]).encode() + word.encode())
+        self.words = words[:size]
+        self.vocab_size = size
+
+    def token_bytes(self, index: int) -> bytes:
+        return self.words[index] if index < len(self.words) else b""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        return list(text.encode())
+
+
+async def run(engine: Engine, batch: int, out: int, form: dict | None) -> float:
+    """Tokens a second of a batch."""
+    params = SamplingParams(
+        temperature=1.0, seed=0, max_tokens=out, ignore_eos=True, detokenize=False, structured_outputs=form
+    )
+
+    async def one(number: int) -> int:
+        count = 0
+        async for output in engine.generate([1 + number] * 128, evolve(params, seed=number)):
+            count += len(output.token_ids)
+        return count
+
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(one(number) for number in range(batch)))
+    return sum(counts) / (time.perf_counter() - start)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--out", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=3)
+    args = parser.parse_args()
+    config = EngineConfig(
+        model=ModelOptions(model=args.model, max_model_len=args.out + 136, device=args.device),
+        load=LoadOptions(load_format="dummy", use_tqdm_on_load=False),
+        cache=CacheOptions(enable_prefix_caching=False),
+        scheduler=SchedulerOptions(max_num_seqs=args.batch),
+    )
+    parts = load_parts(config, Phases())
+    parts.tokenizer, parts.eos_ids = MadeUp(parts.model.vocab_size), frozenset({256})
+    engine = await Engine.start(config, parts=parts, machine=await asyncio.to_thread(assemble, config, parts, Phases()))
+    await asyncio.to_thread(engine.machine.grammars.warm)
+    found = {}
+    for name, form in (("free", None), ("json", {"json": SCHEMA})):
+        await run(engine, args.batch, 16, form)
+        masks = engine.machine.masks
+        masks.seconds, masks.rows = 0.0, 0
+        found[name] = max([await run(engine, args.batch, args.out, form) for _ in range(args.runs)])
+    steps = args.runs * args.out
+    print(
+        json.dumps({
+            "free_tok_s": round(found["free"], 1), "json_tok_s": round(found["json"], 1),
+            "ratio": round(found["json"] / found["free"], 3),
+            "mask_us_per_row": round(1e6 * masks.seconds / max(1, masks.rows), 1),
+            "mask_us_per_step": round(1e6 * masks.seconds / steps, 1),
+        })
+    )  # fmt: skip
+    await engine.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
