@@ -76,7 +76,7 @@ PUBLISHED = {
         "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 262144,
         "rope_scaling": {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.0] * 48},
         "tie_word_embeddings": True,
-    }, (32, 8, 128, [262144], 96, 131072)),
+    }, (32, 8, 128, [None], 96, 131072)),
     "gemma-2-9b": ("Gemma2ForCausalLM", sizes(3584, 14336, 42, 16, 8, 256000, 8192) | {
         "attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "head_dim": 256,
         "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",

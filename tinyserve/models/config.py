@@ -105,8 +105,13 @@ def activation(hf: HF, key: str = "hidden_act", default: str = "silu") -> str:
 
 
 def windows(hf: HF, kinds: Sequence[str], default: int | None = None) -> list[int | None]:
-    """Return the window of each layer, whose kind is FULL or SLIDING. Args: default: the family's window."""
+    """Return the window of each layer, whose kind is FULL or SLIDING. Args: default: the family's window.
+
+    A window as long as the longest context hides nothing, so it is none.
+    """
     size = hf.get("sliding_window", default=default)
+    if size is not None and size >= context_length(hf, context_factor(hf)):
+        size = None
     return [size if kind == SLIDING else None for kind in kinds]
 
 
