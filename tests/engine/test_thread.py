@@ -13,7 +13,7 @@ def alive(name):
 
 
 def test_the_thread_ends_with_its_work():
-    """Breaks if a loading thread lives on: its team of OpenMP threads makes steps of several threads slower than one."""
+    """Breaks if a loading thread lives on: its team of OpenMP threads makes steps of several threads slow."""
 
     async def main():
         result = await in_own_thread("sum", lambda *numbers: (sum(numbers), threading.current_thread()), 1, 2)

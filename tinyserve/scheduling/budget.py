@@ -107,17 +107,3 @@ class Rows:
         """The rows ended since the last call, for StepInput.closed."""
         closed, self._closed = tuple(self._closed), []
         return closed
-
-
-class Flown(NamedTuple):
-    """A planned step that has not been committed."""
-
-    step_id: int
-    sequences: list[Sequence]
-    slices: tuple[SeqSlice, ...]
-    masks: Any = None
-
-    @property
-    def late(self) -> bool:
-        """Whether its masks wait for tokens of the flights before it."""
-        return self.masks is not None and not self.masks.begun
