@@ -5,9 +5,10 @@ import torch
 
 from tests.scripted import VOCAB, ScriptModel
 from tinyserve.device import Device, Memory
+from tinyserve.runner import runner as runner_module
 from tinyserve.runner.graphs import MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
 from tinyserve.runner.runner import Limits, Runner
-from tinyserve.runner.warmup import graph_bytes, warm_up
+from tinyserve.runner.warmup import check_rings, graph_bytes, warm_up
 from tinyserve.sampling.sampler import Sampler
 from tinyserve.step import RowParams, SeqSlice, SlotOpening, StepInput
 
@@ -202,3 +203,25 @@ def test_the_memory_of_all_graphs_is_told_by_two(make):
     assert graph_bytes(runner) == 300 + 7 * 10
     assert runner.graphs.next() is not None
     runner.device = device
+
+
+@pytest.mark.parametrize("fault", ["reads", "writes", "turns"])
+def test_a_start_notices_rings_that_do_not_work(make, monkeypatch, fault):
+    """The device reads another slot than the host wrote, writes no tokens, or does not move on."""
+    runner = make()
+    check_rings(runner)
+    if fault == "reads":
+        monkeypatch.setattr("tinyserve.runner.batch.fetch", lambda mail, turn, out: out.copy_(mail[0, : len(out)] * 0))
+    else:
+        ring = torch.zeros_like(runner.batches.home if fault == "writes" else runner.batches.turn)
+        keep = runner_module.keep_tokens
+
+        def wrong(*args, **options):
+            args = list(args)
+            args[6 if fault == "writes" else 7] = ring.clone()
+            keep(*args, **options)
+
+        monkeypatch.setattr(runner_module, "keep_tokens", wrong)
+
+    with pytest.raises(RuntimeError, match="do not see each other"):
+        check_rings(runner)

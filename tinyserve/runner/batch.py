@@ -222,6 +222,12 @@ class BatchBuilder:
         """Let the device's turn be the host's again, after steps that were sent but did not run as a whole."""
         self.turn.fill_((self.slot + 1) % len(self._flat))
 
+    def agrees(self) -> bool:
+        """Whether the device has seen what was sent last, and goes on to the slot that comes next. Waits for it."""
+        places = [self._layout.at[name] for name in ("slots", "lens", "kept")]
+        seen = self._ints[places].tolist() == self._mail[self.slot, places].tolist()
+        return seen and int(self.turn) == (self.slot + 1) % len(self._flat)
+
     def _fill(self, flat: np.ndarray, pieces: Sequence[SeqSlice], start: int, stop: int) -> None:
         """Row, length and kept-flag of these sequences from place `start` on; padding up to `stop`."""
         end, at = start + len(pieces), self._layout.at

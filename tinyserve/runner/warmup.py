@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from attrs import evolve
 
 from ..kernels.launch import compile_together, noting
-from ..step import RowParams, SeqSlice, SlotOpening, StepInput
+from ..step import RowParams, SeqSlice, SlotOpening, StepInput, StepOutput
 from .batch import Shape
 from .graphs import decode_sizes
 from .runner import Runner
@@ -93,6 +93,22 @@ def warm_up(runner: Runner) -> None:
     while (shape := runner.graphs.next(early=True)) is not None:
         runner.record(shape)
     runner.device.synchronize()
+    check_rings(runner)
+
+
+def check_rings(runner: Runner) -> None:
+    """See that numbers pass between host and device, before anybody's tokens do.
+
+    Raises: RuntimeError: the device does not see what the host writes, or the other way round.
+    """
+    runner.batches.home.fill_(-1)
+    rounds = 2 * runner.limits.depth + 2  # the ring has depth + 1 slots
+    outputs = _steps(runner, [2], [GREEDY], decodes=max(min(rounds, runner.limits.max_model_len - 3), 0))
+    tokens = [token for output in outputs for piece in output.slices for token in piece.tokens]
+    if min(tokens) < 0 or not runner.batches.agrees():
+        raise RuntimeError(
+            "Host and device do not see each other's writes to pinned memory; steps would give old tokens."
+        )
 
 
 def _all_kinds(runner: Runner) -> None:
@@ -110,7 +126,7 @@ def _all_kinds(runner: Runner) -> None:
             _steps(runner, counts, kinds, decodes=int(max(counts) <= 2))
 
 
-def _steps(runner: Runner, counts: Sequence[int], kinds: Sequence[RowParams], decodes: int = 0) -> None:
+def _steps(runner: Runner, counts: Sequence[int], kinds: Sequence[RowParams], decodes: int = 0) -> list[StepOutput]:
     """One sequence of each count computed together, a few decode steps of them, and their rows closed again.
 
     kinds: of the rows, one after the other, and again from the first.
@@ -122,5 +138,4 @@ def _steps(runner: Runner, counts: Sequence[int], kinds: Sequence[RowParams], de
     for k in range(decodes):
         steps.append(StepInput(step_id=0, slices=tuple(SeqSlice(p.slot, p.count + k, 1) for p in pieces)))
     steps.append(StepInput(step_id=0, closed=tuple(piece.slot for piece in pieces)))
-    for step in steps:
-        runner.launch(step).landing.result()
+    return [runner.launch(step).landing.result() for step in steps]
