@@ -195,10 +195,15 @@ def report(model: Decoder, method: Method | None, quantised: list[QuantizedTenso
             )  # fmt: skip
     formats = [module.format for module in model.modules() if isinstance(module, Linear)]
     slow = sum(isinstance(one, (Grouped, ByPart)) for one in formats)
-    if slow:
+    if slow and device.type == "cpu":
         log.warning(
-            "%d products make their quantised matrix dense each time on %s: they save memory, but are slower than "
-            "plain numbers", slow, device,
+            "%d products make their quantised matrix dense each time: they save memory, but are slower than plain "
+            "numbers; --dtype auto packs them for this CPU", slow,
+        )  # fmt: skip
+    elif slow:
+        log.warning(
+            "%d quantised products use tiles that were not measured on this device: they save memory, and may be "
+            "slower than plain numbers", slow,
         )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from ..kernels.grouped_gemm import numbers, spread
+
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1, OCP MX v1.0
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 SMALLEST = torch.finfo(torch.float32).tiny  # a step that is not 0, for rows of zeros
@@ -87,29 +89,24 @@ class Codes:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers, [N, K]; computed in float32."""
-        numbers = as_numbers(self.codes, self.scheme)
+        dense = as_numbers(self.codes, self.scheme)
         width = self.scheme.width
         if self.zeros is not None:
-            numbers = numbers - spread(self.zeros.float(), width, self.groups, numbers.shape[1])
-        return (numbers * spread(self.scales.float(), width, self.groups, numbers.shape[1])).to(dtype)
+            dense = dense - spread(self.zeros.float(), width, self.groups, dense.shape[1])
+        return (dense * spread(self.scales.float(), width, self.groups, dense.shape[1])).to(dtype)
 
 
 def as_numbers(codes: Tensor, scheme: Scheme) -> Tensor:
     """Return what codes [N, K] stand for, before zeros and scales; float32."""
-    if scheme.table is None:
-        return codes.float()
-    return torch.tensor(scheme.table, dtype=torch.float32, device=codes.device)[codes.int()]
-
-
-def spread(values: Tensor, width: int, groups: Tensor | None, columns: int) -> Tensor:
-    """Return values [N, G] of groups as [N, columns], or [N, 1] where one group has all columns."""
-    if groups is not None:
-        return values[:, groups]
-    return values if values.shape[1] == 1 else values.repeat_interleave(width, dim=1)[:, :columns]
+    table = None if scheme.table is None else torch.tensor(scheme.table, dtype=torch.float32, device=codes.device)
+    return numbers(codes, table)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return codes [N, K] below 2**bits as bytes [N, ceil(K * bits / 8)], the first column in the lowest bits."""
+    """Return codes [N, K] below 2**bits as bytes [N, ceil(K * bits / 8)], the first column in the lowest bits.
+
+    Undone by kernels/grouped_gemm.py::unpack.
+    """
     if bits == 8:
         return codes
     each = 8 // bits
@@ -118,14 +115,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     for place in range(each):
         packed |= padded[:, place::each] << (bits * place)
     return packed
-
-
-def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """Undo `pack`: [N, columns]."""
-    if bits == 8:
-        return packed
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(1)[:, :columns]
 
 
 def from_words(words: Tensor, bits: int, count: int) -> Tensor:
@@ -161,17 +150,17 @@ def rounded(x: Tensor, inputs: Inputs, scale: Tensor | None = None, zero: Tensor
     Args: scale, zero: of static inputs.
     """
     columns, width = x.shape[1], inputs.width or max(x.shape[1], 1)
-    numbers = torch.nn.functional.pad(x.float(), (0, -columns % width)).unflatten(1, (-1, width))
+    tiles = torch.nn.functional.pad(x.float(), (0, -columns % width)).unflatten(1, (-1, width))
     largest = LARGEST[inputs.kind]
     if not inputs.static and inputs.symmetric:
-        reach = numbers.abs().amax(dim=-1, keepdim=True)
+        reach = tiles.abs().amax(dim=-1, keepdim=True)
         scale = (reach.clamp(max=inputs.limit) if inputs.limit else reach) / largest
     elif not inputs.static:
-        low, high = numbers.amin(-1, keepdim=True).clamp(max=0), numbers.amax(-1, keepdim=True).clamp(min=0)
+        low, high = tiles.amin(-1, keepdim=True).clamp(max=0), tiles.amax(-1, keepdim=True).clamp(min=0)
         scale = (high - low) / 255
         zero = (-128 - low / scale.clamp(min=SMALLEST)).round()
     scale = scale.float().clamp(min=SMALLEST)
-    codes = numbers / scale
+    codes = tiles / scale
     if inputs.kind == "fp8":
         codes = codes.clamp(-largest, largest).to(torch.float8_e4m3fn).float()
     else:
@@ -183,12 +172,12 @@ def rounded(x: Tensor, inputs: Inputs, scale: Tensor | None = None, zero: Tensor
 def quantise(weight: Tensor, scheme: Scheme) -> Codes:
     """Round a matrix [N, K] to the nearest codes of a symmetric scheme of integers or fp8: the online formats."""
     columns, width = weight.shape[1], scheme.width or weight.shape[1]
-    numbers = torch.nn.functional.pad(weight.float(), (0, -columns % width)).unflatten(1, (-1, width))
+    tiles = torch.nn.functional.pad(weight.float(), (0, -columns % width)).unflatten(1, (-1, width))
     float8 = scheme.name.startswith("fp8")
     middle = 2 ** (scheme.bits - 1)
     largest = LARGEST["fp8"] if float8 else middle - 1
-    scales = (numbers.abs().amax(dim=-1) / largest).clamp(min=SMALLEST)
-    codes = (numbers / scales[..., None]).flatten(1)[:, :columns]
+    scales = (tiles.abs().amax(dim=-1) / largest).clamp(min=SMALLEST)
+    codes = (tiles / scales[..., None]).flatten(1)[:, :columns]
     if float8:
         return Codes(scheme, codes.clamp(-largest, largest).to(torch.float8_e4m3fn), scales)
     codes = codes.round().clamp(-middle, largest)

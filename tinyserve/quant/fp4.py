@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .codes import FP4, Codes, Scheme, unpack
+from ..kernels.grouped_gemm import unpack
+from .codes import FP4, Codes, Scheme
 from .stored import QuantizedTensor
 
 NVFP4 = Scheme("nvfp4", 4, 16, table=FP4)

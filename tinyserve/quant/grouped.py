@@ -6,10 +6,12 @@
 a checkpoint that keeps k and v in more bits than q. `Grouped` also rounds plain numbers while they are loaded
 (`--quantization`): a layer's dense weight lives only as long as its rounding takes.
 
-Products here are the readable ones: the matrix is made dense, a layer at a time, and torch multiplies. That is what the
-kernels are tested against, and what a device without a kernel for a scheme falls back to, slower than plain bf16.
+On a GPU the codes go into kernels/grouped_gemm.py, and beyond MOST_ROWS rows the matrix is made dense for one product.
+Kernels multiply in 16 bits, so activations are not rounded there, even where a checkpoint was made for that: rounding
+would only add error. On a CPU products are the readable ones: inputs rounded as the checkpoint says, the matrix made
+dense, torch multiplies. That is slower than plain numbers; `--dtype auto` does not come here on a CPU (quant/cpu.py).
 
-Before: codes.py, stored.py.  After: models/registry.py chooses it, layers/linear.py calls it.
+Before: codes.py, stored.py, kernels/grouped_gemm.py.  After: models/registry.py chooses it, layers/linear.py calls it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .codes import Codes, Inputs, Scheme, compact, pack, quantise, rounded, unpack
+from ..kernels.grouped_gemm import grouped_dense, grouped_gemm, unpack
+from ..kernels.launch import choose, use_kernel
+from .codes import FP4, Codes, Inputs, Scheme, compact, pack, quantise, rounded
 from .format import Fused, Stored, WeightFormat
 from .plain import Plain
 
@@ -30,6 +34,9 @@ ONLINE = {
     "int8": Scheme("int8, one scale a row", 8, inputs=Inputs("int8")),
     "int4": Scheme("int4 in groups of 128", 4, width=128),
 }
+
+
+MOST_ROWS = 64  # above, a product takes longer than the reading of its codes
 
 
 class Grouped:
@@ -71,6 +78,8 @@ class Grouped:
         groups = [part["groups"] for part in parts]
         same = all(g is None for g in groups) or all(g is not None and torch.equal(g, groups[0]) for g in groups)
         layer.register_buffer("groups", groups[0] if same else self._all_groups(layer, groups))
+        table = self.scheme.table
+        layer.register_buffer("table", None if table is None else torch.tensor(table, device=layer.device))
         # One input feeds all parts, so it is rounded once; where calibration disagreed, by the widest.
         for what in ("input_scale", "input_zero"):
             scales = [part[what].reshape(-1) for part in parts if part[what] is not None]
@@ -92,10 +101,33 @@ class Grouped:
 
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype."""
+        if use_kernel(x):
+            return self._product(x, layer)
         if self.scheme.inputs is not None:
             x = rounded(x, self.scheme.inputs, layer.input_scale, layer.input_zero)
         weight = torch.cat([codes.dense(x.dtype) for codes in self.codes(layer)])
         return F.linear(x, weight, layer.bias)
+
+    def _product(self, x: Tensor, layer: Fused) -> Tensor:
+        """The product by kernels; one for each part where parts have groups of their own."""
+        if layer.groups is not None and layer.groups.dim() > 1:
+            rows = [layer.rows(part) for part in range(len(layer.parts))]
+            y = torch.cat([self._rows(x, layer, r, g) for r, g in zip(rows, layer.groups, strict=True)], dim=1)
+            return y if layer.bias is None else y + layer.bias
+        return self._rows(x, layer, slice(None), layer.groups, layer.bias)
+
+    def _rows(self, x: Tensor, layer: Fused, rows: slice, groups: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """The product with some rows of the weight."""
+        given = (layer.codes[rows], layer.scales[rows], None if layer.zeros is None else layer.zeros[rows])
+        kind = "e4m3" if layer.codes.is_floating_point() else "int"
+        if layer.table is not None:
+            kind = "e2m1" if self.scheme.table == FP4 else "table"
+        layout = {"bits": self.scheme.bits, "width": self.scheme.width, "kind": kind}
+        layout |= {"table": layer.table, "groups": groups}
+        shape = {"inputs": layer.inputs, "outputs": given[0].shape[0], "bits": self.scheme.bits}
+        if x.shape[0] <= choose("grouped_product", x, {"GROUPED_ROWS": MOST_ROWS}, **shape)["GROUPED_ROWS"]:
+            return grouped_gemm(x, *given, bias, **layout)
+        return F.linear(x, grouped_dense(*given, columns=layer.inputs, dtype=x.dtype, **layout), bias)
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
