@@ -5,6 +5,7 @@ packer stored, one with the numbers that this stands for. Packers work on Python
 they share no idea with what they test.
 """
 
+import functools
 import json
 
 import torch
@@ -18,6 +19,12 @@ from tinyserve.quant.grouped import ByPart, Grouped
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 TOKENS = oracles.prompt(9)
+FAMILIES = {
+    "llama": oracles.llama,
+    "qwen2": oracles.qwen2,
+    "phi3": functools.partial(oracles.make, "Phi3"),
+    "qwen3_moe": functools.partial(oracles.make, "Qwen3Moe"),
+}
 
 
 def save(folder, packer, config, *, sizes=SIZES, family="llama"):
@@ -25,7 +32,7 @@ def save(folder, packer, config, *, sizes=SIZES, family="llama"):
 
     Args: packer: (module, weight [N, K]) -> ({name: tensor}, numbers [N, K]), or None to leave the module alone.
     """
-    numbers = oracles.save_config(getattr(oracles, family)(**sizes), folder / "numbers")
+    numbers = oracles.save_config(FAMILIES[family](**sizes), folder / "numbers")
     tensors = {name: tensor.float() for name, tensor in load_file(numbers / "model.safetensors").items()}
     packed = {}
     for name, tensor in tensors.items():
@@ -64,13 +71,13 @@ def kept(model):
     return found
 
 
-def assert_same(folders, layers=8):
-    """Logits of both checkpoints agree to 1e-3 of their size, and `layers` products keep their codes."""
+def assert_same(folders, layers=8, within=1e-3):
+    """Logits of both checkpoints agree to `within` of their size, and `layers` products keep their codes."""
     quantised, numbers = map(open_model, folders)
     expected = logits(numbers)
 
     assert len(kept(quantised)) == layers
-    torch.testing.assert_close(logits(quantised), expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(logits(quantised), expected, rtol=0, atol=within * float(expected.abs().max()))
     return quantised
 
 

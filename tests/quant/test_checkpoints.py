@@ -256,6 +256,46 @@ def test_what_is_not_implemented_is_refused_by_name(config, message):
         detect({"quantization_config": config})
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        5, {"quant_method": []}, {"quant_method": "gptq", "bits": 4, "group_size": "x"},
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, {"quant_method": "fp8", "weight_block_size": 3},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 7}},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["re:("], "weights":
+            {"num_bits": 8}}}},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"], "weights":
+            {"num_bits": 8, "strategy": "block"}}}},
+        {"quant_method": "bitsandbytes"}, {"quant_method": "modelopt", "quantization": 3, "quant_algo": "FP8"},
+    ],
+)  # fmt: skip
+def test_descriptions_without_sense_are_one_line(config):
+    with pytest.raises(CheckpointError) as caught:
+        detect({"quantization_config": config})
+
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind, change",
+    [
+        ("qweight", lambda t: t.flatten()),
+        ("qzeros", lambda t: t[:-1]),
+        ("g_idx", lambda t: t + 9),
+        ("scales", lambda t: t.float()[..., None]),
+    ],
+)
+def test_damaged_tensors_are_named(kind, change, tmp_path):
+    """Whatever is wrong with one module's tensors, the error names the module."""
+
+    def packer(module, weight):
+        tensors, numbers = gptq(4, 32, False, "gptq", False)(module, weight)
+        return tensors | ({kind: change(tensors[kind])} if "gate_proj" in module else {}), numbers
+
+    with pytest.raises(CheckpointError, match="gate_proj"):
+        open_model(save(tmp_path, packer, {"quant_method": "gptq", "bits": 4, "group_size": 32})[0])
+
+
 def test_plain_weights_under_a_quantised_config_are_refused(tmp_path):
     """And so are fp8 codes without scales: neither is loaded as if nothing were wrong."""
     folder, _ = save(tmp_path, lambda module, weight: None, {"quant_method": "gptq", "bits": 4})
@@ -308,3 +348,22 @@ def test_kernels_give_the_same_logits(case, tmp_path):
     torch.testing.assert_close(many, x @ weight.T, rtol=0, atol=1e-4)
     expected = logits(numbers)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_a_matrix_that_the_checkpoint_already_fused(tmp_path):
+    """Phi-3 stores q, k and v as one module: its rows are cut out of the codes, and all of them stay codes."""
+    sizes = {key: size for key, size in SIZES.items() if key != "head_dim"}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    assert_same(save(tmp_path, gptq(4, 32, False, "gptq", False), config, sizes=sizes, family="phi3"))
+
+
+def test_experts_become_numbers_and_the_log_says_so(tmp_path, caplog):
+    """Qwen3-MoE in fp8 blocks: attention stays codes, experts are plain, named in a warning."""
+    sizes = {**ODD, "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    weightless = {"quant_method": "fp8", "activation_scheme": None, "weight_block_size": [32, 32]}
+    folders = save(tmp_path, fp8_blocks, weightless, sizes=sizes, family="qwen3_moe")
+    with caplog.at_level(logging.WARNING):
+        assert_same(folders, layers=4, within=2e-2)  # a CPU keeps such experts in bf16
+
+    assert "24 matrices of fp8 were turned into plain numbers" in caplog.text
+    assert "experts.0.down_proj" in caplog.text

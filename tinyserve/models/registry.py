@@ -198,7 +198,7 @@ def report(model: Decoder, method: Method | None, quantised: list[QuantizedTenso
     if slow and device.type == "cpu":
         log.warning(
             "%d products make their quantised matrix dense each time: they save memory, but are slower than plain "
-            "numbers; --dtype auto packs them for this CPU", slow,
+            "numbers. --dtype auto without --quantization packs them for a CPU's fast products", slow,
         )  # fmt: skip
     elif slow:
         log.warning(

@@ -180,6 +180,8 @@ def read_group(name: str, config: Mapping[str, Any]) -> Group:
         raise CheckpointError(f"config_groups.{name} has no targets, or describes no weights.")
     if config.get("output_activations"):
         raise UnsupportedModel(f"config_groups.{name}: rounded outputs (output_activations) are not implemented.")
+    for target in config["targets"]:
+        re.compile(str(target).removeprefix("re:") if str(target).startswith("re:") else "")
     kind, bits = weights.get("type", "int"), weights.get("num_bits")
     if kind == "float" and bits in (4, 8):
         pass

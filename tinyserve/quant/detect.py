@@ -8,6 +8,7 @@ Before: fp8.py, compressed.py, gptq.py, awq.py, modelopt.py, bitsandbytes.py.  A
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,18 +44,30 @@ def detect(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None)
     """
     own = config.get("quantization_config") or None
     if own is None:
-        return None if modelopt is None else read_modelopt(modelopt)
+        return None if modelopt is None else _read(read_modelopt, modelopt)
     if not isinstance(own, Mapping):
         raise CheckpointError(f"config.json: quantization_config is {shown(own)}, expected an object.")
     method = own.get("quant_method")
+    if not isinstance(method, str) and "quant_algo" in own:  # ModelOpt's own name for it
+        method = "modelopt"
     if method in SELF_DESCRIBING:
         return None
-    if method not in READERS:
+    if not isinstance(method, str) or method not in READERS:
         raise UnsupportedModel(
             f"The checkpoint is quantised with {shown(method)}; this version reads {', '.join(sorted(READERS))}, GGUF "
             "and plain numbers. Use another quantisation of the same model."
         )
-    return READERS[method](own)
+    return _read(READERS[method], own)
+
+
+def _read(reader: Callable[[Mapping[str, Any]], Method], config: Mapping[str, Any]) -> Method:
+    """Call a reader. Raises: CheckpointError: values of a wrong kind, which the reader trips over."""
+    try:
+        return reader(config)
+    except (CheckpointError, ConfigError):
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
+        raise CheckpointError(f"The description of the quantisation makes no sense: {error!r}") from error
 
 
 def check_asked(asked: str | None, method: Method | None) -> None:

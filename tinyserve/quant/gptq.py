@@ -111,5 +111,7 @@ def read_gptq(config: Mapping[str, Any]) -> GPTQ:
     if not isinstance(rules, Mapping) or not all(isinstance(keys, Mapping) for keys in rules.values()):
         raise CheckpointError(f"quantization_config: dynamic is {shown(rules)}, expected rules by name.")
     changed = tuple((name.removeprefix("+:"), keys) for name, keys in rules.items() if not name.startswith("-:"))
+    for pattern, _ in changed:
+        re.compile(pattern)
     bits = checked_bits(config.get("bits"), BITS)
     return GPTQ(bits, group_size(config, "group_size"), LAYOUTS[layout], changed)

@@ -62,7 +62,9 @@ class QuantizedTensor:
         """Read all tensors. Raises: CheckpointError: they do not fit each other."""
         try:
             codes = self.decode(self)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, LookupError, ValueError, TypeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
             shapes = ", ".join(f"{name} {list(stored.shape)}" for name, stored in self.tensors.items())
             raise CheckpointError(f"{self.module}: {self.qtype} cannot be made of {shapes}: {error}") from error
         if tuple(codes.codes.shape) != self.shape or codes.scales.shape[0] != self.shape[0]:
@@ -156,7 +158,7 @@ def wrap(tensors: Mapping[str, Stored], method: Method) -> dict[str, Any]:
         if module in quantised:
             weight = f"{module}.weight"
             if weight not in found:
-                found[weight] = method.tensor(module, modules[module])
+                found[weight] = _tensor(method, module, modules[module])
             continue
         if name.rpartition(".")[2] in CACHE_SCALES:
             unused.append(name)
@@ -167,3 +169,14 @@ def wrap(tensors: Mapping[str, Stored], method: Method) -> dict[str, Any]:
     if unused:
         log.warning("%d scales of cached keys and values are not used: %s ...", len(unused), unused[0])
     return found
+
+
+def _tensor(method: Method, module: str, tensors: Mapping[str, Stored]) -> QuantizedTensor:
+    """Return the matrix of one module. Raises: CheckpointError: tensors are missing, or have no sense together."""
+    try:
+        return method.tensor(module, tensors)
+    except CheckpointError:
+        raise
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        shapes = ", ".join(f"{name} {list(stored.shape)}" for name, stored in tensors.items())
+        raise CheckpointError(f"{module}: {method.title} cannot be made of {shapes}: {error!r}") from error
