@@ -1,10 +1,13 @@
 """The chat route: order of a stream, usage, logprobs, template options, and what is refused."""
 
 import asyncio
+import json
 
 import pytest
 
-from .conftest import FakeEngine, client_of, events, refused, strict
+from tinyserve.server.app import create_app
+
+from .conftest import FakeEngine, client_of, events, refused, service_of, strict
 
 URL = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -344,6 +347,45 @@ def test_a_silent_stream_gets_comments(run, url, body):
     noisy, quiet = run(go(0.05)), run(go(0))
     assert noisy.startswith(": ") and 2 <= noisy.count(": still working\n\n") <= 7
     assert "working" not in quiet and noisy.count("data: ") == quiet.count("data: ")
+
+
+def test_a_reader_that_does_not_read_costs_no_time(run):
+    """Breaks if the task that breaks the silence of a stream spins while a piece of it waits for the socket."""
+
+    async def go():
+        app = create_app(service_of(FakeEngine(b"abc"), sse_keep_alive_interval=0.01))
+        asked, turns, blocked = (
+            iter([{"type": "http.request", "body": json.dumps({**HI, "stream": True}).encode()}]),
+            0,
+            0,
+        )
+
+        async def receive():
+            return next(asked, None) or await asyncio.sleep(60)
+
+        async def send(message):
+            nonlocal blocked
+            if message["type"] == "http.response.body":
+                blocked += 1
+                await asyncio.sleep(60)
+
+        scope = {"type": "http", "method": "POST", "path": URL, "headers": [(b"content-type", b"application/json")]}
+        task = asyncio.create_task(app({**scope, "query_string": b""}, receive, send))
+        while not blocked:
+            await asyncio.sleep(0)
+        loop, real = asyncio.get_running_loop(), asyncio.get_running_loop().call_soon
+
+        def counted(*arguments, **options):
+            nonlocal turns
+            turns += 1
+            return real(*arguments, **options)
+
+        loop.call_soon = counted
+        await asyncio.sleep(0.3)
+        task.cancel()
+        assert turns < 200, turns
+
+    run(go())
 
 
 def test_the_fingerprint_tells_servers_apart(run):

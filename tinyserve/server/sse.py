@@ -137,9 +137,10 @@ class Generation:
 
     async def _break_silence(self, send: Any) -> None:
         while True:
-            await anyio.sleep(self._sent + self._keep_alive - time.monotonic())
-            if time.monotonic() - self._sent >= self._keep_alive and not self._sending.locked():
+            left = self._sent + self._keep_alive - time.monotonic()
+            if left <= 0 and not self._sending.locked():  # a reader that does not read needs no comment
                 await self._send(send, COMMENT)
+            await anyio.sleep(left if left > 0 else self._keep_alive)
 
     async def _tell_progress(self, send: Any) -> None:
         while not self._answering:
