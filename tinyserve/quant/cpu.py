@@ -100,7 +100,8 @@ def cpu_formats() -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
             return Plain()
         if path == "head":
             return head
-        wide = ".attn." in path and not path.endswith(".out")
+        # In all of attention: with one limb before its output projection, SmolLM2 did not name Paris any more.
+        wide = ".attn." in path
         return blocks[wide] if int4 and cpu_int4.takes(layer, stored) else others[wide]
 
     return choose
