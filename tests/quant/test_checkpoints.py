@@ -18,8 +18,9 @@ from tinyserve.errors import CheckpointError, ConfigError, UnsupportedModel
 from tinyserve.kernels.grouped_gemm import unpack
 from tinyserve.models.registry import load_model
 from tinyserve.quant import cpu
-from tinyserve.quant.codes import FP4, Inputs, from_words, pack, rounded
+from tinyserve.quant.codes import FP4, Inputs, from_words, pack, quantise, rounded
 from tinyserve.quant.detect import READERS, check_asked, detect, online
+from tinyserve.quant.grouped import ONLINE
 
 E4M3 = torch.float8_e4m3fn
 ODD = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 20, "num_hidden_layers": 2}
@@ -367,3 +368,13 @@ def test_experts_become_numbers_and_the_log_says_so(tmp_path, caplog):
 
     assert "24 matrices of fp8 were turned into plain numbers" in caplog.text
     assert "experts.0.down_proj" in caplog.text
+
+
+def test_many_rows_are_rounded_like_few():
+    """Rows are worked on in pieces: 2500 rows give what each gives alone, and so do words of 3 bits."""
+    weight, scheme = torch.randn(2500, 128), ONLINE["int4"]
+    whole, last = quantise(weight, scheme), quantise(weight[2400:], scheme)
+    assert torch.equal(whole.dense(torch.float32)[2400:], last.dense(torch.float32))
+
+    codes = torch.randint(0, 8, (2500, 32), dtype=torch.uint8)
+    assert torch.equal(from_words(words(codes, 3), 3, 32), codes)

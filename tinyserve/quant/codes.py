@@ -20,6 +20,7 @@ from ..kernels.grouped_gemm import numbers, spread
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1, OCP MX v1.0
 LARGEST = {"fp8": 448.0, "int8": 127.0}
+ROWS = 1024  # of a matrix that are worked on at once, so that intermediate numbers take little memory
 SMALLEST = torch.finfo(torch.float32).tiny  # a step that is not 0, for rows of zeros
 
 
@@ -123,7 +124,16 @@ def from_words(words: Tensor, bits: int, count: int) -> Tensor:
     The integers follow each other without gaps, so that those of three bits may lie across two words.
     Returns: uint8 [..., count].
     """
-    first = torch.arange(count, device=words.device) * bits
+    if 8 % bits == 0:  # none lies across two bytes
+        octets = words.contiguous().view(torch.uint8)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return ((octets[..., None] >> shifts) & (2**bits - 1)).flatten(-2)[..., :count]
+    return torch.cat([_across_words(rows, bits, count) for rows in words.split(ROWS)])
+
+
+def _across_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """`from_words` at any width; takes 24 bytes for each integer while it works."""
+    first = torch.arange(count) * bits
     word, shift = first // 32, first % 32
     wide = words.long() & 0xFFFFFFFF
     low = wide[..., word] >> shift
@@ -171,6 +181,14 @@ def rounded(x: Tensor, inputs: Inputs, scale: Tensor | None = None, zero: Tensor
 
 def quantise(weight: Tensor, scheme: Scheme) -> Codes:
     """Round a matrix [N, K] to the nearest codes of a symmetric scheme of integers or fp8: the online formats."""
+    parts = [_quantise(rows, scheme) for rows in weight.split(ROWS)]
+    zeros = None if parts[0].zeros is None else torch.cat([part.zeros for part in parts])
+    codes, scales = (torch.cat([getattr(part, what) for part in parts]) for what in ("codes", "scales"))
+    return Codes(scheme, codes, scales, zeros)
+
+
+def _quantise(weight: Tensor, scheme: Scheme) -> Codes:
+    """`quantise` of a few rows."""
     columns, width = weight.shape[1], scheme.width or weight.shape[1]
     tiles = torch.nn.functional.pad(weight.float(), (0, -columns % width)).unflatten(1, (-1, width))
     float8 = scheme.name.startswith("fp8")
