@@ -193,7 +193,7 @@ def test_bfloat16_follows_float32(checkpoint):
 def test_batch_invariance_is_refused_where_it_is_not_built(checkpoint):
     """A quantised product: its name is in the message."""
     model = open_model(checkpoint("llama"))
-    model.layers[1].mlp.down.format = cpu_int8.Int8(wide=False)
+    model.layers[1].mlp.down.format = cpu_int8.Int8()
 
     with pytest.raises(UnsupportedModel, match=r"products of layers.1.mlp.down"):
         model.make_invariant()

@@ -15,7 +15,7 @@ SmolLM2-135M without the head, in milliseconds, on one AMD EPYC (Zen 4) core:
 
     rows                            1      2      4      8     16     32     64    200    512
     int4                          6.4    7.9   11.1   21.5   41.8   81.8    167
-    int8, one limb                6.3    6.4    6.8    8.5   14.0   22.9   40.2    113    306    without the rounding
+    int8, two limbs               6.4    6.8    8.5   14.0   22.9   40.2           276    620    and some 0.05 a layer
     bf16, packed                 15.9   17.9   13.6   17.5   23.9   40.3   75.1    207    516
     fp32                         34.2   54.9   45.2   54.5   72.5    105    189
 
@@ -91,27 +91,25 @@ def cpu_formats() -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
         "cpu: int4 products %s, int8 products %s, AMX %s, others in %s",
         *map(yes, (int4, int8, amx)), cpu_dense.dense_dtype(),
     )  # fmt: skip
-    head = Int8(wide=True) if int8 else Plain()
-    others = {wide: _for_many_rows(wide=wide, int8=int8, amx=amx) for wide in (True, False)}
-    blocks = {wide: ByRows(Int4(), INT4_ROWS, Dense() if amx or not int8 else Int8(wide=wide)) for wide in others}
+    others = _without_blocks(int8=int8, amx=amx)
+    head = Int8() if int8 else Plain()
+    blocks = ByRows(Int4(), INT4_ROWS, Dense() if amx or not int8 else Int8())
 
     def choose(path: str, layer: Fused, stored: tuple[Stored, ...]) -> WeightFormat:
         if any(is_exact(tensor) for tensor in stored):
             return Plain()
         if path == "head":
             return head
-        # In all of attention: with one limb before its output projection, SmolLM2 did not name Paris any more.
-        wide = ".attn." in path
-        return blocks[wide] if int4 and cpu_int4.takes(layer, stored) else others[wide]
+        return blocks if int4 and cpu_int4.takes(layer, stored) else others
 
     return choose
 
 
-def _for_many_rows(*, wide: bool, int8: bool, amx: bool) -> WeightFormat:
-    """What is not in 4-bit blocks. Args: wide: see Int8."""
+def _without_blocks(*, int8: bool, amx: bool) -> WeightFormat:
+    """The format of what is not in 4-bit blocks."""
     if not int8:
         return Plain()
-    return ByRows(Int8(wide=True), INT8_ROWS, Dense()) if amx else Int8(wide=wide)
+    return ByRows(Int8(), INT8_ROWS, Dense()) if amx else Int8()
 
 
 def yes(able: bool) -> str:

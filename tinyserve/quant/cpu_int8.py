@@ -3,13 +3,11 @@
     weight   W[n, k] ~ code[n, k] * step[n]          code in -127 .. 127, one step per output row
     input    x[t, k] = (high + low / 254) * step[t]  high = round(x / step), low = round of what is left, both int8
 
-With one limb (`high` alone) x keeps 8 bits, with two limbs 15: both go through one integer product as 2T rows. The
-second limb is free for FREE_ROWS rows, because such a product waits for the weights, and there it is always taken.
-Beyond, it is kept where inputs are known to be hard to round: the normed stream in front of attention, a few columns of
-which are far larger than the rest (arXiv:2211.10438). A row's result depends on that row alone, whatever else is in the
-batch. Perplexity of SmolLM2 beyond that of fp32, in percent, by how many limbs the inputs of its layers keep:
-
-    all two 0.4      attention's inputs two, others one 0.6      all one 3.7
+Both limbs of x go through one integer product as 2T rows, so x keeps 15 bits and only the weights are rounded: 0.4 %
+of perplexity on SmolLM2. For a few rows the second limb is free, because such a product waits for the weights; for many
+it takes half of the time. One limb costs 3.7 %, and 0.6 % if attention's inputs, whose columns differ most in size
+(arXiv:2211.10438), keep two; but that is enough to change what the default model says of the capital of France. A
+row's result depends on that row alone, whatever else is in the batch.
 
 Before: quant/format.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
 """
@@ -23,7 +21,6 @@ from torch import Tensor, nn
 
 from .format import Fused, Stored
 
-FREE_ROWS = 4  # two limbs of so many rows take no longer than one
 LIMB = 127.0  # the codes of one limb are -LIMB .. LIMB
 SECOND = 2 * LIMB  # the first limb leaves at most half a step, which the second divides by LIMB
 SMALLEST = torch.finfo(torch.float32).tiny  # a step that is not 0, for rows of zeros
@@ -57,16 +54,9 @@ def available() -> bool:
 
 
 class Int8:
-    """Int8 weights, one step per output row.
-
-    Args:
-        wide: keep two limbs of the inputs however many rows there are.
-    """
+    """Int8 weights, one step per output row."""
 
     names = ("weight",)
-
-    def __init__(self, *, wide: bool) -> None:
-        self.wide = wide
 
     def create(self, layer: Fused) -> None:
         """Register `codes` int8 [N, K] and `steps` fp32 [N]."""
@@ -90,15 +80,9 @@ class Int8:
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype."""
         number = x if x.dtype == torch.float32 else x.float()
-        y = (two_limbs if self.wide or len(x) <= FREE_ROWS else one_limb)(number, layer.packed)
+        y = two_limbs(number, layer.packed)
         y = y if x.dtype == torch.float32 else y.to(x.dtype)
         return y if layer.bias is None else y.add_(layer.bias)
-
-
-def one_limb(x: Tensor, packed: torch.ScriptObject) -> Tensor:
-    """Return x [T, K] fp32 times a packed weight, with 8 bits of x: [T, N] fp32. A row with NaN gives a row of NaN."""
-    step = x.abs().amax(dim=1, keepdim=True).mul_(1 / LIMB).clamp_(min=SMALLEST)
-    return product(x / step, packed).mul_(step)
 
 
 def two_limbs(x: Tensor, packed: torch.ScriptObject) -> Tensor:
