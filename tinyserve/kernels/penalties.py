@@ -86,7 +86,8 @@ def _penalties_kernel(
             real = (token >= 0) & (token < V)
             count_ptr = counts_ptr + row * counts_stride + token
             if APPLY:
-                taken = tl.atomic_xchg(count_ptr, tl.zeros_like(token), mask=real, sem="relaxed")
+                # As an exchange by 0, which the AMD compiler cannot translate for gfx942.
+                taken = tl.atomic_and(count_ptr, tl.zeros_like(token), mask=real, sem="relaxed")
                 mine = real & (taken != 0)
                 count = taken & 0x3FFFFFFF
                 logit_ptr = logits_ptr + row * logits_stride + token
