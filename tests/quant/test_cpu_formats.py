@@ -222,15 +222,6 @@ def test_each_layer_gets_the_format_of_its_numbers():
     assert isinstance(choose("head", Linear(64, (32,)), (q4,)), cpu_int8.Int8)
 
 
-@needs_int8
-def test_amx_multiplies_many_rows_in_bf16(monkeypatch):
-    """Breaks if prefill on a processor with matrix units is left to the product that does not use them."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    half, layer = Dense(torch.zeros(32, 64, dtype=torch.bfloat16)), Linear(64, (32,))
-
-    assert isinstance(cpu.cpu_formats()("layers.0.mlp.down", layer, (half,)).many, cpu_dense.Dense)
-
-
 def test_without_fast_products_numbers_stay_plain(monkeypatch):
     """Breaks if an old processor is given a product that it cannot do."""
     monkeypatch.setattr(cpu_int8, "available", lambda: False)

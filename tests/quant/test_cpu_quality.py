@@ -24,7 +24,7 @@ def perplexity(dtype, step):
 
 
 def test_perplexity_stays_within_two_percent_of_fp32():
-    """Breaks at 1.02 for prompts (int8 products) or for decode steps (4 rows: int4 products; 8: int8)."""
+    """Breaks at 1.02 for prompts (dense copies) or for decode steps (4 rows: int4 products; 8: dense)."""
     exact = perplexity("float32", 512)
 
     assert perplexity("auto", 512) / exact == pytest.approx(1, abs=0.02)

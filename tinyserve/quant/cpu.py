@@ -4,12 +4,12 @@ A checkpoint in fp32 stays what it is. One in bf16, fp16 or blocks is not exact 
 are packed for the CPU's fast products, and activations are fp32: the stream is small, and nothing has to be converted
 around norms, rotations and attention.
 
-    blocks of Q4_0 or Q4_1    Int4 for up to INT4_ROWS rows, that is for one user or a few; Int8 for more
-    other blocks, bf16, fp16  Int8
-    the head                  Int8
-    with AMX                  Dense takes over from Int8 beyond INT8_ROWS rows, except in the head, which sees few
+    blocks of Q4_0 or Q4_1    Int4 for up to INT4_ROWS rows, that is for one user or a few; Dense for more
+    other blocks, bf16, fp16  Int8 for up to INT8_ROWS rows; Dense for more
+    the head                  Int8: it sees few rows
     without int8 products     Int4 and Dense, or dense numbers in fp32
 
+Int8 alone would do with one byte a weight instead of two beside the packed blocks, but prompts take a quarter longer.
 `--dtype float32` and `--dtype bfloat16` never come here: they mean plain numbers. Times of all linear layers of
 SmolLM2-135M without the head, in milliseconds, on one AMD EPYC (Zen 4) core:
 
@@ -28,7 +28,6 @@ import logging
 from collections.abc import Callable
 from math import prod
 
-import torch
 from torch import Tensor
 
 from . import cpu_dense, cpu_int4, cpu_int8
@@ -42,7 +41,7 @@ from .plain import Plain
 log = logging.getLogger(__name__)
 
 INT4_ROWS = 4
-INT8_ROWS = 6  # where there is AMX
+INT8_ROWS = 6
 
 
 class ByRows:
@@ -86,14 +85,11 @@ def is_exact(stored: Stored) -> bool:
 
 def cpu_formats() -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
     """Ask this CPU what it can do, and return the choice per layer: (path, layer, stored parts) -> format."""
-    int8, int4, amx = cpu_int8.available(), cpu_int4.available(), torch.cpu._is_amx_tile_supported()
-    log.info(
-        "cpu: int4 products %s, int8 products %s, AMX %s, others in %s",
-        *map(yes, (int4, int8, amx)), cpu_dense.dense_dtype(),
-    )  # fmt: skip
-    others = _without_blocks(int8=int8, amx=amx)
+    int8, int4 = cpu_int8.available(), cpu_int4.available()
+    log.info("cpu: int4 products %s, int8 products %s, others in %s", yes(int4), yes(int8), cpu_dense.dense_dtype())
+    others = ByRows(Int8(), INT8_ROWS, Dense()) if int8 else Plain()
     head = Int8() if int8 else Plain()
-    blocks = ByRows(Int4(), INT4_ROWS, Dense() if amx or not int8 else Int8())
+    blocks = ByRows(Int4(), INT4_ROWS, Dense())
 
     def choose(path: str, layer: Fused, stored: tuple[Stored, ...]) -> WeightFormat:
         if any(is_exact(tensor) for tensor in stored):
@@ -103,13 +99,6 @@ def cpu_formats() -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
         return blocks if int4 and cpu_int4.takes(layer, stored) else others
 
     return choose
-
-
-def _without_blocks(*, int8: bool, amx: bool) -> WeightFormat:
-    """The format of what is not in 4-bit blocks."""
-    if not int8:
-        return Plain()
-    return ByRows(Int8(), INT8_ROWS, Dense()) if amx else Int8()
 
 
 def yes(able: bool) -> str:

@@ -1,5 +1,4 @@
-"""Dense weights on the CPU, packed for oneDNN: for many rows on processors whose matrix units multiply bf16 (AMX), and
-where there is no fast integer product.
+"""Dense weights on the CPU, packed for oneDNN: for prompts and larger batches; bf16 where the processor multiplies it.
 
 oneDNN likes a weight in tiles of its own. Packed once at load instead of in every product, a bf16 weight is multiplied
 up to twice as fast for small batches.

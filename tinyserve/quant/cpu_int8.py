@@ -1,4 +1,4 @@
-"""Eight-bit weights and inputs on the CPU: the head, Q8_0, Q4_K, bf16, and 4-bit blocks when a batch has many rows.
+"""Eight-bit weights and inputs on the CPU, for a few rows of what is not in 4-bit blocks: the head, Q8_0, Q4_K, bf16.
 
     weight   W[n, k] ~ code[n, k] * step[n]          code in -127 .. 127, one step per output row
     input    x[t, k] = (high + low / 254) * step[t]  high = round(x / step), low = round of what is left, both int8
