@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tinyserve.server import amount
 from tinyserve.server.errors import TooLarge
 
-WEIGHTS = {",": 1, ":": 10, "{": 4, "[": 2, '"': 1}
+WEIGHTS = {",": 1, ":": 6, "{": 4, "[": 2, '"': 1}
 texts = st.text(st.sampled_from('a",\\:{[ '), max_size=12)
 values = st.recursive(texts | st.integers(), lambda v: st.lists(v, max_size=4) | st.dictionaries(texts, v, max_size=4))
 
