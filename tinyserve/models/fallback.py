@@ -212,15 +212,7 @@ def load(
     try:
         found = wrap(model, hf, name)
         check(model, found)
-    except (
-        UnsupportedModel,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-        KeyError,
-        NotImplementedError,
-    ) as why:
+    except (UnsupportedModel, TypeError, ValueError, RuntimeError, AttributeError, KeyError) as why:
         raise UnsupportedModel(f"Architecture {name!r} has no file here, nor can transformers run it: {why}.") from why
     log.warning("%s has no file in tinyserve: it runs through transformers' modules, more slowly", name)
     return found

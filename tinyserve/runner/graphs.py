@@ -95,8 +95,7 @@ class Eager:
         return None
 
     def record(self, shape: Shape, compute: Callable[[], Computed]) -> None:
-        """Never called."""
-        raise NotImplementedError
+        """Nothing: `next` names no shape to record."""
 
     def shapes(self) -> list[Shape]:
         """Nothing is recorded."""
