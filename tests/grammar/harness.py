@@ -32,7 +32,7 @@ def matcher(thought=None, *, stop=(), min_tokens=0, constraint=None, **form) -> 
 def allowed(match) -> set[int]:
     """The tokens that may come next."""
     row = np.full(match.width, -1, dtype=np.int32)
-    library = match.library()
+    library = match.compiled()
     if library is not None:
         row = np.frombuffer(library.compute_bitmask(), dtype=np.int32).copy()
     match.finish(row)

@@ -78,7 +78,7 @@ class MaskPool:
         if self._executor is None:
             self._executor = LLExecutor()
         bits = np.full((len(matchers), matchers[0].width), -1, dtype=np.int32)
-        libraries = [(library, row) for row, each in enumerate(matchers) if (library := each.library()) is not None]
+        libraries = [(library, row) for row, each in enumerate(matchers) if (library := each.compiled()) is not None]
         if libraries:
             self._executor.unsafe_compute_mask_ptr(libraries, bits.ctypes.data, bits.shape[1] * 4, len(bits))
         for row, matcher in zip(bits, matchers, strict=True):

@@ -210,7 +210,7 @@ class Matcher:
 
     # ---- what may come
 
-    def library(self) -> Any:
+    def compiled(self) -> Any:
         """The library's matcher, when its mask is needed; None when `finish` makes the mask alone."""
         self._start()
         if self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING):
