@@ -127,9 +127,9 @@ def compile_together(variants: Iterable[Variant], threads: int, select: Callable
     distinct = dict.fromkeys(variants)
     with ThreadPoolExecutor(threads, "compile", select) as pool:
         with triton.AsyncCompileMode(pool):
-            kernels = [variant.kernel.preload(variant.data) for variant in distinct]
+            promises = [variant.kernel.preload(variant.data) for variant in distinct]
         if select is not None:
-            for _ in pool.map(lambda kernel: kernel.run, kernels):
+            for _ in pool.map(lambda promise: promise.result().run, promises):  # Triton loads when `run` is read
                 pass
     return len(distinct)
 
