@@ -106,12 +106,16 @@ async def once(engine, row: Row) -> dict:
 
 
 class Clock:
-    """Wraps the runner's launch and the scheduler's two halves: microseconds of host time of each decode step."""
+    """Wraps the runner's launch and the scheduler's two halves: microseconds of host time of each step.
+
+    All that the event loop's thread does is in `loop_us`: its processor time over the steps, readers included.
+    """
 
     NAMES = (("runner", "launch"), ("scheduler", "plan"), ("scheduler", "commit"))
 
     def __init__(self, machine) -> None:
         self.spent = {name: [] for _, name in self.NAMES}
+        self._began = time.thread_time()
         for owner, name in self.NAMES:
             owner = getattr(machine, owner)
             setattr(owner, name, self._timed(getattr(owner, name), self.spent[name]))
@@ -127,44 +131,56 @@ class Clock:
         return call
 
     def take(self) -> dict[str, float]:
-        """Medians since the last call."""
+        """Medians since the last call, and the largest launch."""
         found = {f"{name}_us": round(statistics.median(times), 1) for name, times in self.spent.items() if times}
+        launches = self.spent["launch"]
+        if launches:
+            found["longest_launch_us"] = round(max(launches))
+            found["loop_us"] = round((time.thread_time() - self._began) * 1e6 / len(launches), 1)
         for times in self.spent.values():
             times.clear()
+        self._began = time.thread_time()
         return found
 
 
-async def profile(engine, row: Row) -> dict:
-    """Where the device's time goes while the row decodes: kernels a step, idle time, the longest kernels."""
+async def profile(engine, row: Row, seconds: float) -> dict:
+    """Where the device's time goes in a part of the row, a run of which takes so many seconds: see `_spent`."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
+    with record(activities=[ProfilerActivity.CUDA]):
+        pass  # loads the tracer
+    task = asyncio.create_task(once(engine, row))
+    await asyncio.sleep(0.5 * seconds)
     with record(activities=[ProfilerActivity.CUDA]) as trace:
-        await once(engine, row)
-    spans = sorted(
-        (e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type.name == "CUDA"
-    )
-    spans = spans[len(spans) // 2 :]  # the second half is decoding alone
-    busy, idle, gaps, end = {}, 0.0, [], spans[0][0]
+        await asyncio.sleep(min(0.3 * seconds, 0.3))
+    await task
+    events = trace.events()
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type.name == "CUDA")
+    starts = [i for i, (_, _, name) in enumerate(spans) if "fetch" in name]  # a step's first kernel
+    return _spent(spans[starts[len(starts) // 4] : starts[-1]]) if len(starts) > 8 else {"profiled_steps": len(starts)}
+
+
+def _spent(spans: list[tuple[float, float, str]]) -> dict:
+    """Kernels a step, idle time and its largest gaps; prints the longest kernels. spans: (start, end, name), in us."""
+    busy, gaps, between, end = {}, [], [], spans[0][0]
     for start, stop, name in spans:
-        gap = max(start - end, 0.0)
-        idle += gap
-        gaps.append(gap)
+        gaps.append(max(start - end, 0.0))
+        if "fetch" in name:
+            between.append(gaps[-1])
         end = max(end, stop)
         busy.setdefault(name[:60], []).append(stop - start)
-    steps = len(next((v for k, v in busy.items() if "step_inputs" in k), [0]))
-    total = spans[-1][1] - spans[0][0]
-    top = sorted(busy.items(), key=lambda item: -sum(item[1]))[:14]
-    for name, times in top:
-        print(
-            f"    {sum(times) / steps:8.1f} us a step: {len(times) / steps:6.1f} of "
-            f"{statistics.median(times):6.2f} us  {name}"
-        )
+    steps = sum("fetch" in name for _, _, name in spans)
+    for name, times in sorted(busy.items(), key=lambda item: -sum(item[1]))[:16]:
+        count, middle = len(times) / steps, statistics.median(times)
+        print(f"    {sum(times) / steps:8.1f} us a step: {count:6.1f} of {middle:6.2f} us  {name}")
     return {
+        "profiled_steps": steps,
         "nodes_per_step": round(len(spans) / steps, 1),
-        "idle_us_per_step": round(idle / steps, 1),
-        "step_us": round(total / steps, 1),
-        "largest_gaps_us": [round(gap, 1) for gap in sorted(gaps)[-steps // 2 :: -max(steps // 10, 1)]][:3],
+        "idle_us_per_step": round(sum(gaps) / steps, 1),
+        "step_us": round((end - spans[0][0]) / steps, 1),
+        "idle_between_steps_us": round(statistics.median(between), 1),
+        "largest_gaps_us": [round(gap, 1) for gap in sorted(gaps, reverse=True)[:: max(steps // 2, 1)]][:4],
     }
 
 
@@ -205,7 +221,7 @@ async def run_model(folder: Path, model: str, rows: dict[str, Row], options) -> 
             runs = [await once(engine, row) for _ in range(options.runs)]
             result = summary(row, runs) | clock.take()
             if options.profile:
-                result |= await profile(engine, row)
+                result |= await profile(engine, row, min(run["seconds"] for run in runs))
             found[name] = result
             print(f"{name}: {json.dumps(result)}", flush=True)
     finally:

@@ -157,7 +157,10 @@ def test_once_makes_a_thing_once_a_step_and_anew_without_a_memo():
 
 @compiles
 def test_noted_launches_are_compiled_together():
-    """Two variants, asked for three times: inside `noting` none is compiled, afterwards all three find theirs."""
+    """Two variants, asked for three times: inside `noting` none is compiled, afterwards all three find theirs.
+
+    Launches are left out there, also of what is compiled: this driver could not launch, and would raise.
+    """
     out = torch.empty(128, device="meta")
 
     def launches():
@@ -171,6 +174,7 @@ def test_noted_launches_are_compiled_together():
             assert launch.compile_together(variants, threads=2) == 2
             with launch.noting() as more:
                 assert all(isinstance(kernel, CompiledKernel) for kernel in launches())
+                _fill_kernel[(1,)](out, 1.0, BLOCK=64)
         finally:
             _fill_kernel.device_caches.clear()
 

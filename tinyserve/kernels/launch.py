@@ -46,6 +46,7 @@ CPU_RUNS_KERNELS = bool(triton.knobs.runtime.interpret)
 
 # What `choose` found for a shape, with the rows that it looked through: a microsecond instead of one for each row.
 _FOUND: dict[tuple, tuple[list, dict[str, int]]] = {}
+_NOTING = threading.Lock()  # one thread at a time changes Triton's ways
 
 
 @frozen
@@ -79,14 +80,15 @@ class Variant:
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Variant]]:
-    """Inside, this thread compiles nothing: a launch that would is left out, and its variant is in the list, once.
+    """Inside, this thread compiles and launches no kernel; variants that are not compiled are in the list, once.
 
     Steps of zeros run this way name the variants that real steps need; `compile_together` then makes them all at once,
-    where one launch after the other would wait for each.
+    where one launch after the other would wait for each. Those that are compiled already (by another engine of this
+    process) are left out too: what they would read, others have not written.
     """
     found: list[Variant] = []
     stubs: list[tuple[dict, Any]] = []
-    mine, before = threading.get_ident(), triton.knobs.runtime.jit_cache_hook
+    mine = threading.get_ident()
 
     def hook(**launch: Any) -> bool:
         if threading.get_ident() != mine:  # another engine of this process
@@ -94,27 +96,24 @@ def noting() -> Iterator[list[Variant]]:
         kernel, asked = launch["fn"].jit_function, launch["compile"]
         found.append(Variant(kernel, asked["specialization_data"]))
         compiled = kernel.device_caches[asked["device"]][0]
-        compiled[launch["key"]] = _NotCompiled()
+        compiled[launch["key"]] = "named"  # found quickly when it is asked for again
         stubs.append((compiled, launch["key"]))
         return True
 
-    triton.knobs.runtime.jit_cache_hook = hook
-    try:
-        yield found
-    finally:
-        triton.knobs.runtime.jit_cache_hook = before
-        for compiled, key in stubs:
-            del compiled[key]
+    def find(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        """Triton's `run`, which with `warmup` ends where it would launch."""
+        return run(kernel, *args, warmup=warmup or threading.get_ident() == mine, **options)
 
-
-class _NotCompiled:
-    """Stands where Triton keeps a compiled kernel, so that later launches of the variant are left out quickly."""
-
-    function = packed_metadata = None
-
-    def launch_metadata(self, *_: Any) -> None: ...
-
-    def run(self, *_: Any) -> None: ...
+    runtime = triton.knobs.runtime
+    with _NOTING:
+        before, run = runtime.jit_cache_hook, triton.JITFunction.run
+        runtime.jit_cache_hook, triton.JITFunction.run = hook, find
+        try:
+            yield found
+        finally:
+            runtime.jit_cache_hook, triton.JITFunction.run = before, run
+            for compiled, key in stubs:
+                del compiled[key]
 
 
 def compile_together(variants: Iterable[Variant], threads: int, select: Callable[[], None] | None = None) -> int:

@@ -131,7 +131,7 @@ def report(
         values, top_values = _picked(logits, tokens[:, None], index)[:, 0], top.logits
     asked = None
     if named is not None:
-        found = _picked(logits, named.ids.clamp(min=0), index)
+        found = _picked(logits, named.ids, index)
         found = found - scores.log_z[:, None] if normalised else found
         asked = Asked(named.widths, found.masked_fill(named.ids < 0, float("-inf")))
     numbers = tuple(range(L)) if rows is None else tuple(rows)
@@ -139,6 +139,6 @@ def report(
 
 
 def _picked(logits: Tensor, ids: Tensor, index: Tensor | None) -> Tensor:
-    """[R, E] float32: the logits of ids [R, E] in the rows `index` [R] (None: all of them)."""
+    """[R, E] float32: the logits of ids [R, E] in the rows `index` [R] (None: all); of any id for what is none."""
     rows = torch.arange(len(logits), device=logits.device) if index is None else index
-    return logits[rows[:, None], ids.long()].float()
+    return logits[rows[:, None], ids.long().clamp(0, logits.shape[1] - 1)].float()
