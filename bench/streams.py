@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import gc
 import json
 import multiprocessing
 import pstats
@@ -23,7 +22,7 @@ from concurrent.futures import Future
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tinyserve import config
-from tinyserve.cli.serve import COLLECT_AFTER, SWITCH_INTERVAL
+from tinyserve.cli.process import SWITCH_INTERVAL, keep_loaded
 from tinyserve.engine.assemble import Machine
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.parts import Parts
@@ -152,8 +151,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
+    keep_loaded()
     asyncio.run(measure(options.connections, options.tokens, options.stream_interval, options.profile))
 
 

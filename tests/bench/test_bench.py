@@ -9,7 +9,8 @@ from attrs import frozen
 from tests.engine.test_device_graphs import FAMILIES, SHAPE
 from tinyserve.__main__ import main
 from tinyserve.bench.command import figures
-from tinyserve.bench.measure import Measured, Work, measure, percentiles
+from tinyserve.bench.figures import percentiles
+from tinyserve.bench.measure import Measured, Work, measure
 
 
 @frozen
@@ -86,15 +87,22 @@ def test_latency_of_a_model_of_noise(tmp_path, capsys):
     assert 0 < result["ttft_ms"]["p50"] <= result["latency_ms"]["p99"]
     assert "ms_per_token" in capsys.readouterr().out
 
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [1, 2, 3], "output_tokens": 2}\n{"prompt": "Hi"}\n')
+    sizes = ["--num-prompts", "3", "--output-len", "4", "--runs", "1", "--dataset-path", str(prompts)]
+    code = main(["bench", "throughput", str(tmp_path), "--load-format", "dummy", "--device", "cpu", *sizes])
+
+    assert code == 0
+    assert "requests_s" in capsys.readouterr().out
+
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["latenzy"], "latency"),
-        (["serve"], "does not exist yet"),
         (["latency", "m", "--runs", "many"], "runs"),
         (["latency", "m", "--runs", "-1"], "negative"),
-        ([], "latency, throughput, startup, anchors, kernels"),
+        ([], "serve, latency, throughput, startup, anchors, kernels"),
     ],
 )
 def test_mistakes_are_one_line(argv, said, capsys):

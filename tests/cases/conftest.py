@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tinyserve.cli.serve import SWITCH_INTERVAL
+from tinyserve.cli.process import SWITCH_INTERVAL
 
 from .harness import Oracle, write_tiny, write_tokenizer
 

@@ -4,10 +4,11 @@
     python -m tinyserve bench throughput MODEL --num-prompts 256 --input-len 512 --output-len 256
     python -m tinyserve bench startup MODEL --runs 3           from the command to the first token, a process a run
 
-All options of `serve` are understood besides. Prompts are random ids, the same in every run; prefix caching is off
-unless it is asked for. `--load-format dummy` measures a model of which there is only a config.json.
+All options of `tinyserve serve` are understood besides. Prompts are random ids of a length, or of a range of lengths
+(100:1024), the same in every run, or those of a JSONL file; prefix caching is off unless it is asked for.
+`--load-format dummy` measures a model of which there is only a config.json.
 
-Before: measure.py, engine/engine.py.  After: cli/bench.py.
+Before: measure.py, figures.py, engine/engine.py.  After: cli/bench.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from attrs import evolve
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from .measure import Measured, Work, measure, percentiles
+from .figures import percentiles
+from .measure import Measured, Work, measure
+from .prompts import RANDOM_IDS, most, only_ids, read_prompts, size
 
 FIRST = "first token after"  # what a child of `startup` says
 
@@ -37,21 +40,43 @@ def arguments(kind: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[
     if kind == "startup":
         parser.add_argument("--runs", type=int, default=3, help="processes, one after the other")
     else:
-        many = kind == "throughput"
-        batch = "--num-prompts" if many else "--batch-size"
-        parser.add_argument(batch, dest="batch", type=int, default=256 if many else 8, help="requests given at once")
-        parser.add_argument("--input-len", type=int, default=512 if many else 128, help="tokens of a prompt")
-        parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer")
-        parser.add_argument("--runs", type=int, default=3 if many else 10, help="timed runs")
-        parser.add_argument("--warmup", type=int, default=1, help="runs before them")
-    parser.add_argument("--output-json", type=Path, help="file for the figures")
+        _of_work(parser, many=kind == "throughput")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="for the figures")
     try:
         found, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
-    if any(value is not None and not isinstance(value, Path) and value < 0 for value in vars(found).values()):
+    if any(isinstance(value, (int, float)) and value < 0 for value in vars(found).values()):
         raise ConfigError(f"tinyserve bench {kind}: numbers must not be negative.")
     return found, rest
+
+
+def _of_work(parser: argparse.ArgumentParser, *, many: bool) -> None:
+    """What is asked, and how often."""
+    batch = "--num-prompts" if many else "--batch-size"
+    lengths = {"type": size, "metavar": "N or N:M"}
+    parser.add_argument(batch, dest="batch", type=int, default=256 if many else 8, help="requests given at once")
+    parser.add_argument("--input-len", default=512 if many else 128, help="tokens of a prompt", **lengths)
+    parser.add_argument("--output-len", default=128, help="tokens of an answer", **lengths)
+    parser.add_argument("--dataset-path", type=Path, metavar="FILE", help="JSONL with prompts [random ids]")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy [%(default)s]")
+    parser.add_argument("--runs", "--num-iters", type=int, default=3 if many else 10, help="timed runs")
+    parser.add_argument("--warmup", "--num-iters-warmup", type=int, default=1, help="runs before them")
+
+
+def work(options: argparse.Namespace, engine: Any, *, stream: bool) -> Work:
+    """The requests of one run. Raises: ConfigError: one is longer than the context, or the file is no good."""
+    how = {"temperature": options.temperature, "stream": stream}
+    if options.dataset_path is None:
+        ids = min(engine.machine.vocab_size, RANDOM_IDS)
+        found = Work.random(options.batch, options.input_len, options.output_len, ids=ids, **how)
+    else:
+        asked = read_prompts(options.dataset_path, options.batch, most(options.output_len))
+        found = Work(prompts=only_ids(asked, engine.tokenizer.encode), outputs=[one.output for one in asked], **how)
+    longest = max(len(prompt) + output for prompt, output in zip(found.prompts, found.outputs, strict=True))
+    if longest > engine.max_model_len:
+        raise ConfigError(f"a request of {longest} tokens is more than the context of {engine.max_model_len}.")
+    return found
 
 
 async def run(kind: str, options: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
@@ -62,15 +87,10 @@ async def run(kind: str, options: argparse.Namespace, config: EngineConfig) -> d
     engine = await Engine.start(config)
     ready = time.monotonic() - began
     try:
-        longest = engine.max_model_len
-        if options.input_len + options.output_len > longest:
-            raise ConfigError(f"--input-len and --output-len are more than the context of {longest} tokens.")
-        ids = min(engine.machine.vocab_size, 10_001)
-        sizes = options.batch, options.input_len, options.output_len
-        work = Work.random(*sizes, ids=ids, stream=kind == "latency")
+        asked = work(options, engine, stream=kind == "latency")
         for _ in range(options.warmup):
-            await measure(engine, work)
-        runs = [await measure(engine, work) for _ in range(max(options.runs, 1))]
+            await measure(engine, asked)
+        runs = [await measure(engine, asked) for _ in range(max(options.runs, 1))]
     finally:
         await engine.close()
     return {"ready_s": round(ready, 2), **figures(kind, runs)}
@@ -84,6 +104,7 @@ def figures(kind: str, runs: Sequence[Measured]) -> dict[str, Any]:
         found["latency_ms"] = percentiles([one for run in runs for one in run.latency_ms])
         found["ms_per_token"] = percentiles([run.pace_ms for run in runs])
     else:
+        found["requests_s"] = percentiles([len(run.first_ms) / run.seconds for run in runs])
         found["output_tok_s"] = percentiles([run.output_rate for run in runs])
         found["total_tok_s"] = percentiles([run.output_rate + run.prompt_rate for run in runs])
     return found

@@ -12,8 +12,6 @@ Before: engine/engine.py.  After: command.py, and bench/anchors.py of the reposi
 from __future__ import annotations
 
 import asyncio
-import random
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +19,7 @@ from typing import Any
 from attrs import frozen
 
 from ..request import RequestOutputKind, SamplingParams
-
-Size = int | tuple[int, int]
+from .prompts import RANDOM_IDS, Size, random_ids
 
 
 @frozen(kw_only=True)
@@ -42,19 +39,12 @@ class Work:
     detokenize: bool = False
 
     @classmethod
-    def random(cls, batch: int, prompt: Size, output: Size, *, seed: int = 0, ids: int = 10_001, **how: Any) -> Work:
-        """Prompts of random ids below `ids`. prompt, output: tokens, or the two ends of a uniform range of them.
-
-        All prompts are drawn before all outputs, as in the nano-vllm benchmark: with its sizes (256 requests, 100 to
-        1024 of both) and seed 0 these are its very requests, 133,966 output tokens.
-        """
-        draw = random.Random(seed)
-
-        def size(wanted: Size) -> int:
-            return draw.randint(*wanted) if isinstance(wanted, tuple) else wanted
-
-        prompts = [[draw.randrange(ids) for _ in range(size(prompt))] for _ in range(batch)]
-        return cls(prompts=prompts, outputs=[size(output) for _ in range(batch)], **how)
+    def random(
+        cls, batch: int, prompt: Size, output: Size, *, seed: int = 0, ids: int = RANDOM_IDS, **how: Any
+    ) -> Work:
+        """Prompts of random ids, see random_ids. prompt, output: tokens, or the two ends of a uniform range."""
+        prompts, outputs = random_ids(batch, prompt, output, seed=seed, ids=ids)
+        return cls(prompts=prompts, outputs=outputs, **how)
 
 
 @frozen(kw_only=True)
@@ -119,17 +109,3 @@ async def measure(engine: Any, work: Work) -> Measured:
         pace_ms=(last.last_token_ts - last.first_token_ts) / max(tokens - 1, 1) * 1000,
         prefill_seconds=last.first_token_ts - began,
     )
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, 90th and 99th percentile, by linear interpolation; of one value, that value."""
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    found = {"mean": statistics.fmean(ordered), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)}
-    return {name: round(value, 3) for name, value in found.items()}

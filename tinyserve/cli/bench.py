@@ -1,6 +1,6 @@
 """`tinyserve bench`: which measurement, with which options.
 
-Before: bench/command.py, parse.py.  After: a shell.
+Before: bench/command.py, bench/serve.py, parse.py.  After: a shell.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from ..errors import ConfigError
 from ..options import nearest
 from . import log
 from .parse import read_config
+from .process import allow_files, keep_loaded
 
 KINDS = {
+    "serve": "a running server of any kind, over HTTP: latencies, tokens a second, failed requests",
     "latency": "a batch of requests at a time: time to first token, milliseconds a token, latency",
     "throughput": "many requests at once: tokens a second",
     "startup": "seconds from the command to the first token",
     "anchors": "the table of anchor rows on a GPU (bench/anchors.py of the repository)",
     "kernels": "single kernels on a GPU (bench/kernels.py of the repository)",
 }
-LATER = ("serve",)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -40,8 +41,8 @@ def run(argv: Sequence[str]) -> int:
     if kind == "first-token":
         asyncio.run(command.first_token(_config(kind, rest)))
         return 0
-    if kind in LATER:
-        raise ConfigError(f"`bench {kind}` does not exist yet.")
+    if kind == "serve":
+        return _serve(rest)
     if kind not in KINDS:
         close = nearest(kind, KINDS)
         raise ConfigError(f"unknown measurement {kind!r}" + (f": did you mean {close!r}?" if close else "."))
@@ -50,6 +51,15 @@ def run(argv: Sequence[str]) -> int:
     result = command.startup(options, others) if kind == "startup" else command.main(kind, options, config)
     command.report(result, options.output_json)
     return 0
+
+
+def _serve(argv: Sequence[str]) -> int:
+    """Load on a server: as many connections as the system allows, and a collector that does not look at each event."""
+    from ..bench import serve
+
+    allow_files()
+    keep_loaded()
+    return serve.main(argv)
 
 
 def _config(kind: str, argv: Sequence[str]):

@@ -10,12 +10,9 @@ Before: parse.py, server/serve.py, engine/engine.py.  After: a shell.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -30,12 +27,9 @@ from ..server.face import Service
 from ..server.serve import Server, open_socket
 from . import log
 from .parse import chosen, read_config
+from .process import SWITCH_INTERVAL, allow_files, keep_loaded
 
 logger = logging.getLogger("tinyserve.serve")
-SWITCH_INTERVAL = (
-    5e-4  # seconds a busy thread may keep the interpreter from the loop; Python's own 5e-3 shows in latency
-)
-COLLECT_AFTER = 10_000, 20, 20  # objects; Python's own 700 cost a tenth of the time that serving a token takes
 LEAVE_SECONDS = 0.5  # for a model that loads to give up by itself, when a signal came
 
 
@@ -44,15 +38,8 @@ def run(argv: Sequence[str]) -> int:
     config = read_config(argv, "tinyserve serve", "Serve a model with OpenAI's HTTP API.")
     prepare_cpu_environment(config.runner.cpu_threads)
     log.set_up(config.log)
-    _allow_files()
+    allow_files()
     return asyncio.run(_serve(config))
-
-
-def _allow_files() -> None:
-    """As many open files as the system lets us have: a connection is one, and the usual 1024 are few."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(config: EngineConfig) -> int:
@@ -74,9 +61,7 @@ async def _serve(config: EngineConfig) -> int:
             _leave_soon()
             return 0
         service.engine = engine = await loading
-        gc.collect()
-        gc.freeze()  # what is loaded stays; the collector need not look at it again
-        gc.set_threshold(*COLLECT_AFTER)
+        keep_loaded()
         print(_welcome(server.address, service, time.perf_counter() - start), flush=True)
         return await _until_stopped(engine, server, stopped)
     except TinyserveError as error:
