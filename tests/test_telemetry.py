@@ -88,9 +88,16 @@ def test_the_loop_lag_is_the_longest_block():
         time.sleep(0.2)
         await asyncio.sleep(0.06)
         task.cancel()
-        return metrics.reset_lag()
+        return metrics
 
-    assert asyncio.run(run()) >= 0.1
+    metrics = asyncio.run(run())
+    assert metrics.reset_lag() >= 0.1
+    (text,) = [
+        line
+        for line in metrics.exposition()[0].decode().splitlines()
+        if 'lag_seconds_bucket{engine="0",le="0.1"' in line
+    ]
+    assert text.endswith(" 0.0")
 
 
 @pytest.mark.parametrize("name", [name for name in dir(NoMetrics) if not name.startswith("_")])

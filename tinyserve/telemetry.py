@@ -41,6 +41,7 @@ _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _FEW = (1, 2, 5, 10, 20)
+_LAG = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 # name, help, extra label, its values
 GAUGES = (
@@ -81,6 +82,7 @@ HISTOGRAMS = (
     ("request_prefill_kv_computed_tokens", "Prompt tokens that were computed, not found.", None),
     ("request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)),
     ("iteration_tokens_total", "Tokens computed in a step.", _STEP),
+    ("event_loop_lag_seconds", "By how much a timer of the event loop was late, looked at 20 times a second.", _LAG),
 )  # fmt: skip
 # name, help, labels, whether it is a sum with a count and no buckets; names without prefix, as everywhere in Python
 HTTP = (
@@ -333,7 +335,9 @@ class Metrics(NoMetrics):
             start = time.monotonic()
             await asyncio.sleep(tick)
             now = time.monotonic()
-            self._lag = [max(largest, now - start - tick) for largest in self._lag]
+            lag = max(now - start - tick, 0.0)
+            self._lag = [max(largest, lag) for largest in self._lag]
+            self._values["event_loop_lag_seconds"].observe(lag)
             if now >= end:
                 self._values["loop_lag_seconds"].set(self._lag[1])
                 self._lag[1] = 0.0
