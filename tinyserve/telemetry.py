@@ -40,8 +40,6 @@ _TTFT = (
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_FEW = (1, 2, 5, 10, 20)
-_LAG = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 # name, help, extra label, its values
 GAUGES = (
@@ -78,11 +76,11 @@ HISTOGRAMS = (
     ("request_generation_tokens", "Generated tokens of an answer.", None),
     ("request_max_num_generation_tokens", "Generated tokens of the longest of n answers.", None),
     ("request_params_max_tokens", "max_tokens of a request.", None),
-    ("request_params_n", "n of a request.", _FEW),
+    ("request_params_n", "n of a request.", (1, 2, 5, 10, 20)),
     ("request_prefill_kv_computed_tokens", "Prompt tokens that were computed, not found.", None),
     ("request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)),
     ("iteration_tokens_total", "Tokens computed in a step.", _STEP),
-    ("event_loop_lag_seconds", "By how much a timer of the event loop was late, looked at 20 times a second.", _LAG),
+    ("event_loop_lag_seconds", "By how much a timer of the event loop was late, looked at 20 times a second.", _TTFT),
 )  # fmt: skip
 # name, help, labels, whether it is a sum with a count and no buckets; names without prefix, as everywhere in Python
 HTTP = (
@@ -335,13 +333,11 @@ class Metrics(NoMetrics):
             start = time.monotonic()
             await asyncio.sleep(tick)
             now = time.monotonic()
-            lag = max(now - start - tick, 0.0)
+            self._observe("event_loop_lag_seconds", lag := max(now - start - tick, 0.0))
             self._lag = [max(largest, lag) for largest in self._lag]
-            self._values["event_loop_lag_seconds"].observe(lag)
             if now >= end:
                 self._values["loop_lag_seconds"].set(self._lag[1])
-                self._lag[1] = 0.0
-                end = now + interval
+                self._lag[1], end = 0.0, now + interval
                 self._write_line(interval)
 
     def _write_line(self, interval: float) -> None:
