@@ -69,6 +69,11 @@ class Tokenizer:
     def __attrs_post_init__(self) -> None:
         self.backend.no_truncation()
         self.backend.no_padding()
+        model = self.backend.model
+        if hasattr(model, "_resize_cache"):
+            # The library keeps the first 10,000 words that it meets for ever, each in the heap of the thread that met
+            # it, whose pages they pin: 25 MB after so many requests with grammars. It makes encoding 10 % faster.
+            model._resize_cache(0)
 
     @classmethod
     def load(cls, source: Source) -> Tokenizer:
