@@ -131,6 +131,9 @@ class ServerOptions:
     allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods for those origins")
     allowed_headers: tuple[str, ...] = option(("*",), "HTTP headers for those origins")
     allow_credentials: bool = option(False, "let browsers send credentials")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "names that clients may call this server by, e.g. localhost,*.example.org [any]"
+    )
     chat_template: str | None = option(None, "file with a chat template, or the template itself [the model's]")
     chat_template_content_format: Literal["auto", "string", "openai"] = option("auto", "how the template sees content")
     default_chat_template_kwargs: dict = option({}, "JSON with variables for the chat template")
@@ -163,6 +166,7 @@ class LogOptions:
     enable_log_requests: bool = option(False, "log each request's id and parameters")
     max_log_len: int | None = option(None, "characters of a prompt in the log [all]", low=0)
     disable_log_stats: bool = option(False, "no throughput line every ten seconds")
+    otlp_traces_endpoint: str | None = option(None, "URL that takes OpenTelemetry spans over HTTP [none are made]")
 
 
 @frozen(kw_only=True)
@@ -248,7 +252,7 @@ NOT_YET = {
     "mm_processor_kwargs": None, "kv_offloading_size": None, "cpu_offload_gb": None, "swap_space": None,
     "kv_transfer_config": None, "kv_events_config": None, "runner": None, "convert": None, "pooler_config": None,
     "trust_remote_code": None, "model_impl": None, "logits_processors": None, "enable_sleep_mode": None,
-    "otlp_traces_endpoint": None, "attention_backend": None, "compilation_config": "-cc", "optimization_level": "-O",
+    "attention_backend": None, "compilation_config": "-cc", "optimization_level": "-O",
     "profiler_config": None, "middleware": None, "enable_prompt_embeds": None, "api_server_count": None,
     "performance_mode": None, "max_cudagraph_capture_size": None, "task": None, "disable_fastapi_docs": None,
     "uvicorn_log_level": None, "disable_uvicorn_access_log": None, "disable_log_requests": None,

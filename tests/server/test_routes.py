@@ -205,6 +205,34 @@ def test_every_route_but_the_probes_asks_for_the_key(run):
     assert run(call("GET", "/anything", options={"api_key": ["k"]})).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("localhost.", True),
+        ("[::1]:8000", True),
+        ("[::1]", True),
+        ("a.b.example.org", True),
+        ("example.org", False),
+        ("notexample.org", False),
+        ("evil.test", False),
+        ("evil.test:localhost", False),
+        ("localhost.evil.test", False),
+        ("", False),
+    ],
+)
+def test_only_known_names_are_answered_to(run, host, allowed):
+    """With --allowed-hosts, a name of somebody else (DNS rebinding) gets a 403; probes ask by address and may."""
+    options = {"allowed_hosts": "localhost,::1,*.example.org"}
+    headers = {"host": host}
+    response = run(call("POST", CHAT, options=options, json={**HI, "max_tokens": 1}, headers=headers))
+
+    assert response.status_code == 200 if allowed else refused(response, 403)
+    assert run(call("GET", "/health", options=options, headers=headers)).status_code == 200
+    assert run(call("GET", "/v1/models", headers=headers)).status_code == 200  # off by default
+
+
 def test_made_up_methods_and_paths_add_no_series(run):
     """D05: a label value that a client chooses would grow the metrics for ever."""
     engine = FakeEngine()

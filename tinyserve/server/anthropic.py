@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from ..config import ServerOptions
 from ..errors import RequestError, shown
-from . import answers
+from . import answers, spans
 from .anthropic_writer import MessageWriter, Shape
 from .bodies import EFFORTS, INT64, MODEL
 from .errors import TooLarge
@@ -122,6 +122,7 @@ async def messages(request: Request, service: Service) -> Generation:
         reader=readings.new().parts,
     )
     outputs = engine.generate(ids, sampling, request_id=name, thinks=True, **more)
+    outputs = service.spans.watch(outputs, request, spans.CHAT, name=name, model=model, sampling=sampling)
     return Generation([outputs], 1, MessageWriter(shape), stream=stream, keep_alive=options.sse_keep_alive_interval)
 
 

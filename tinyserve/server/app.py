@@ -2,7 +2,7 @@
 
     Front: request id, in-flight count, HTTP metrics
       CORS (only when origins are allowed; around the guard, so that browsers may read refusals too)
-        Guard: header limit, API key, an answer for every exception
+        Guard: header limit, Host, API key, an answer for every exception
           Router -> one function per route: (request, service) -> response
 
 A route raises what is wrong; `describe` in errors.py says how that looks to the client.
@@ -28,7 +28,7 @@ from ..errors import Overloaded
 from ..telemetry import HttpCall
 from . import admin, anthropic, control, dashboard, docs, models, pages, responses, tokens
 from .admin import orca
-from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, answer_to, describe
+from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, WrongHost, answer_to, describe
 from .face import Service
 from .generate import generate
 from .openai_chat import chat_completions
@@ -44,6 +44,7 @@ OPEN |= {
     "/",
     "/dashboard",
 }  # browsers cannot send one there; they tell nothing of this server's model
+ANY_HOST = {"/health", "/ping"}  # probes of a cluster ask by address
 _ANSWERED = ("/v1", "/v2", "/inference")  # what counts as load
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _UNCOUNTED = {"/metrics", "/dashboard/state", "/health", "/load", "/ping", "/version"}
@@ -95,8 +96,8 @@ def create_app(service: Service) -> Front:
     for method, path, handler in ROUTES:
         methods.setdefault(path, {})[method] = handler
     routes = [Route(path, _Endpoint(service, path, found), methods=list(found)) for path, found in methods.items()]
-    app: Any = Guard(Router(routes, redirect_slashes=False), service.config.server.api_key)
     options = service.config.server
+    app: Any = Guard(Router(routes, redirect_slashes=False), options.api_key, options.allowed_hosts)
     if options.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -138,6 +139,7 @@ class Front:
             await send({"type": "websocket.close"})  # before it was accepted: a 403
         if scope["type"] != "http":
             return
+        scope["tinyserve.arrival"] = time.time_ns()
         scope["app"] = self  # makes the router raise its 404 and 405 instead of writing them as plain text
         state = _Answering(send, [*self._request_id(scope), *self._load(scope)])
         counted = _path(scope).startswith(_ANSWERED)
@@ -182,11 +184,15 @@ class Front:
 class Guard:
     """Refuses what no route should see, and turns whatever a route raises into an answer.
 
-    Args: keys: API keys; none means that everybody may ask.
+    Args:
+        keys: API keys; none means that everybody may ask.
+        hosts: names by which this server may be called; none means any. A page of another site can make its own name
+            point here, and is then, to the browser, of the same origin as this server; but the name is still its own.
     """
 
-    def __init__(self, app: Any, keys: Sequence[str]) -> None:
+    def __init__(self, app: Any, keys: Sequence[str], hosts: Sequence[str] = ()) -> None:
         self._app = app
+        self._hosts = frozenset(host.lower().rstrip(".") for host in hosts)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -209,6 +215,8 @@ class Guard:
                 f"There are {len(headers)} headers with {size} bytes; at most {MAX_HEADERS} with {MAX_HEADER_BYTES} "
                 "bytes are allowed."
             )
+        if self._hosts and _path(scope) not in ANY_HOST:
+            self._check_host(next((value for name, value in headers if name == b"host"), b""))
         names = {name for name, _ in headers}
         if b"transfer-encoding" in names and b"content-length" in names:
             raise Ambiguous("Content-Length and Transfer-Encoding contradict each other; send one of them.")
@@ -222,6 +230,15 @@ class Guard:
             raise Unauthorized(
                 "Incorrect or missing API key. Send the header 'Authorization: Bearer <key>' or 'X-Api-Key: <key>'."
             )
+
+    def _check_host(self, sent: bytes) -> None:
+        host = sent.decode("latin-1").lower()
+        bare = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        name = bare.removeprefix("[").removesuffix("]").rstrip(".")
+        labels = name.split(".")
+        known = {host, bare, name, "*", *("*." + ".".join(labels[at:]) for at in range(1, min(len(labels), 16)))}
+        if not name or not known & self._hosts:
+            raise WrongHost(f"This server does not answer to the name {host[:200]!r} (--allowed-hosts).")
 
 
 class _Receiving:

@@ -86,6 +86,12 @@ class Unauthorized(RequestError):
     status = 401
 
 
+class WrongHost(RequestError):
+    """The server was called by a name that is not its own."""
+
+    status = 403
+
+
 class BodyTimeout(RequestError):
     """The body did not arrive in time."""
 

@@ -21,6 +21,7 @@ from ..errors import Overloaded, UnknownModel
 from ..request import BeamSearchParams, Output, SamplingParams
 from ..telemetry import NoMetrics
 from .responses_store import Store
+from .spans import NoSpans, spans_of
 
 
 class EngineFace(Protocol):
@@ -109,7 +110,12 @@ class Service:
     receiving: int = 0
     responses: Store = field(factory=Store)
     created: int = field(factory=lambda: int(time.time()))
+    spans: NoSpans = field(init=False)
     fingerprint: str = field(init=False)
+
+    @spans.default
+    def _spans(self) -> NoSpans:
+        return spans_of(self.config.log)
 
     @fingerprint.default
     def _fingerprint(self) -> str:

@@ -16,7 +16,7 @@ from attrs import frozen
 from starlette.requests import Request
 
 from ..request import Logprob, Output
-from . import answers
+from . import answers, spans
 from .bodies import INT64, MODEL, SAMPLING, STREAMING
 from .errors import Failure
 from .face import Service
@@ -68,7 +68,7 @@ async def generate(request: Request, service: Service) -> Generation:
     engine = service.ready()
     options = service.config.server
     fields = await read_body(request, options, BODY)
-    service.model_name(fields.text("model"))
+    model = service.model_name(fields.text("model"))
     stream = read_stream(fields, service)
     ids = fields.items("token_ids", int)
     if not ids or min(ids) < 0:
@@ -90,6 +90,9 @@ async def generate(request: Request, service: Service) -> Generation:
     writer = TokenWriter(name, shape, stream, details=options.enable_prompt_tokens_details)
     log_request(service.config.log, name, sampling, len(ids), ids)
     outputs = engine.generate(ids, sampling, request_id=name, **request_options(fields))
+    outputs = service.spans.watch(
+        outputs, request, spans.TEXT, name=name, model=model, sampling=sampling, n=sampling.n
+    )  # fmt: skip
     return Generation(
         [outputs], sampling.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval
     )  # fmt: skip

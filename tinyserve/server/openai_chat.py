@@ -22,7 +22,7 @@ from starlette.requests import Request
 
 from ..errors import RequestError
 from ..request import Output, Usage
-from . import answers
+from . import answers, spans
 from .beam import beam_outputs, check_beam, read_beam
 from .bodies import CHAT, EFFORTS
 from .errors import Failure, TooLarge
@@ -111,6 +111,9 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None)
     else:
         outputs = engine.generate(ids, sampling, request_id=request_id, thinks=True, **more)
+    outputs = service.spans.watch(
+        outputs, request, spans.CHAT, name=request_id, model=model, sampling=sampling, n=shape.n
+    )  # fmt: skip
     progress = Progress(writer.head, engine.progress, [request_id]) if stream.progress else None
     return Generation(
         [outputs], shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval, progress=progress

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError
 from ..request import Output
-from . import answers
+from . import answers, spans
 from .beam import beam_outputs, check_beam, read_beam
 from .bodies import COMPLETION
 from .errors import Failure
@@ -101,6 +101,10 @@ async def completions(request: Request, service: Service) -> Generation:
             engine.generate(prompt.ids, sampling, request_id=name, **more)
             for name, prompt in zip(names, prompts, strict=True)
         ]
+    sources = [
+        service.spans.watch(source, request, spans.TEXT, name=name, model=model, sampling=sampling, n=shape.n)
+        for name, source in zip(names, sources, strict=True)
+    ]
     progress = Progress(writer.head, engine.progress, names) if stream.progress else None
     return Generation(
         sources, shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval, progress=progress

@@ -19,7 +19,7 @@ from .schema import Facts, Param
 REFUSALS = {
     400: "The request is wrong; `param` names the field at fault.",
     401: "No API key, or a wrong one.",
-    403: "The route is switched off.",
+    403: "The route is switched off, or the server was called by a name that is not its own.",
     404: "The model, or what the path names, does not exist.",
     408: "The body did not arrive in time.",
     409: "What is asked is already so.",
@@ -28,7 +28,7 @@ REFUSALS = {
     500: "A request that was right could not be answered.",
     503: "Loading, shutting down, paused, or too much waits; Retry-After says when to come back.",
 }
-_ALWAYS = (401, 431, 500, 503)
+_ALWAYS = (401, 403, 431, 500, 503)
 _OF_BODIES = (400, 404, 408, 413)
 INTRODUCTION = """\
 OpenAI's API, with vLLM's additional fields, and Anthropic's messages.

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from ..config import ServerOptions
 from ..errors import ContextLengthExceeded, RequestError
 from ..request import SamplingParams
-from . import answers
+from . import answers, spans
 from .face import EngineFace, Service
 from .fields import Fields, read_body
 from .formats import of_format
@@ -94,6 +94,7 @@ async def create(request: Request, service: Service) -> Any:
     )
     writer = ResponseWriter(_head(fields, name, model, sampling), shape)
     outputs = engine.generate(ids, sampling, request_id=name, thinks=True, **more)
+    outputs = service.spans.watch(outputs, request, spans.CHAT, name=name, model=model, sampling=sampling)
     if fields.flag("store", True):
         said = messages[1:] if fields.given("instructions") else messages
         kept = Kept(writer, list(said))

@@ -100,6 +100,7 @@ class Server:
             await self.service.engine.close(0.0)
         await self._until_idle(time.monotonic() + LAST_WORDS)
         self._closing.set()
+        await self.service.spans.close()
         if self._watch is not None:
             self._watch.cancel()
         if self._task is not None:
