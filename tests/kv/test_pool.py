@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tinyserve.kv.pool import BlockPool
+from tinyserve.kv.pool import BlockPool, halving
 
 
 def named_pool(count):
@@ -19,6 +19,38 @@ def named_pool(count):
 
 def test_blocks_are_handed_out_in_id_order_at_first():
     assert BlockPool(5, 1).take(4) == [1, 2, 3, 4]
+
+
+def test_sequences_that_grow_in_turn_each_stay_in_one_piece():
+    """Breaks if new sequences begin side by side: after one block each, none could grow in place."""
+    pool = BlockPool(33, 1)
+    sequences = [pool.take(2) for _ in range(4)]
+    for _ in range(6):
+        for blocks in sequences:
+            blocks += pool.take(1, blocks[-1])
+
+    assert [blocks[0] for blocks in sequences] == [1, 17, 9, 25]
+    assert all(blocks == [*range(blocks[0], blocks[0] + 8)] for blocks in sequences)
+    assert pool.num_free == 0
+    pool.check_integrity(Counter(range(1, 33)))
+
+
+@pytest.mark.parametrize("state", ["in use", "named", "past the end"])
+def test_a_block_behind_is_taken_only_if_nothing_is_lost(state):
+    """A neighbour in use would be shared by two sequences; a named one is in the cache, and not the oldest there."""
+    pool = BlockPool(6, 1)
+    blocks = pool.take(5)
+    pool.name(3, 0, b"3")
+    pool.free([3, 4] if state != "in use" else [4])
+    last = 5 if state == "past the end" else 2
+
+    assert blocks == [1, 2, 3, 4, 5] and pool.take(1, last) == [4]
+    pool.check_integrity(Counter([1, 2, 4, 5, *([3] if state == "in use" else [])]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 1000])
+def test_halving_leaves_out_no_number(count):
+    assert sorted(halving(count)) == list(range(count))
 
 
 def test_the_null_block_is_never_handed_out_nor_counted():

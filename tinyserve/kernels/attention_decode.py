@@ -32,7 +32,7 @@ from .launch import (
     use_kernel,
     wait_inputs,
 )
-from .pages import attend, by_token, copied
+from .pages import attend, layout
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
@@ -58,20 +58,16 @@ def attention_decode_reference(
 ) -> torch.Tensor:
     """The specification of `attention_decode`, with its arguments; also how the CPU serves.
 
-    Blocks are copied out for some sequences at once, then each sequence attends to its own copy while that is in the
-    core's cache: nothing is padded or masked, so a sequence's result does not depend on its neighbours, and what else
-    lies in its last block is never read. Where the copies go is the same in all layers of a step.
+    Each sequence attends to its own keys, in place or copied (`pages.layout`, the same in all layers of a step).
+    Nothing is padded or masked: its result depends neither on its neighbours nor on what else lies in its last block.
     """
     heads, _, head_dim = k_cache.shape[1:]
     grouped = q.view(q.shape[0], heads, q.shape[1] // heads, head_dim)
     sinks, slopes = (None if one is None else one.view(heads, -1, 1) for one in (sinks, alibi_slopes))
-    caches = by_token(k_cache, v_cache, memo)
-    key = ("copies", block_tables.data_ptr(), q.shape[0], caches[0].shape, caches[0].dtype, window)
+    key = ("layout", block_tables.data_ptr(), q.shape[0], k_cache.shape, k_cache.stride(), k_cache.dtype, window)
     results, row = [], 0
-    for some in once(memo, key, lambda: copied(block_tables, seq_lens.tolist(), caches, window)):
-        for cache, copy in zip(caches, some.copies, strict=True):
-            torch.index_select(cache, 0, some.blocks, out=copy)
-        for k, v in some.sequences:
+    for some in once(memo, key, lambda: layout(block_tables, seq_lens.tolist(), k_cache, v_cache, window)):
+        for k, v in some.read(k_cache, v_cache, memo):
             one, row = grouped[row : row + 1], row + 1
             if not k.shape[2]:
                 results.append(torch.zeros_like(one))

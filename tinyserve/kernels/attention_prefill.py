@@ -34,7 +34,7 @@ from .attention_decode import (
     score,
 )
 from .launch import cdiv, check_attention, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
-from .pages import attend, by_token, gather
+from .pages import attend, tokens_of
 
 # Queries that the reference handles at once when it has to write scores down (window, soft-cap or sinks).
 CHUNK = 512
@@ -66,7 +66,7 @@ def attention_prefill_reference(
     page, heads = k_cache.shape[2], k_cache.shape[1]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     plain = not window and not softcap and sinks is None and alibi_slopes is None
-    tables, caches = block_tables.unbind(), by_token(k_cache, v_cache)
+    tables = block_tables.unbind()
     sinks, slopes = (None if one is None else one.view(heads, -1, 1, 1) for one in (sinks, alibi_slopes))
     out[starts[-1] :] = 0
     for number, length in enumerate(lengths):
@@ -81,7 +81,7 @@ def attention_prefill_reference(
             low = max(0, stop - (last - first) - window + 1) if window else 0
             inside = slice(low % page, stop - low // page * page)
             blocks = tables[number][low // page : cdiv(stop, page)]
-            k, v = (one.transpose(0, 1).to(q.dtype) for one in gather(caches, blocks, inside))
+            k, v = (one.transpose(0, 1).to(q.dtype) for one in tokens_of(k_cache, v_cache, blocks, inside))
             grouped = q[first:last].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}
             result = _attend_causally(grouped, k, v, **options)

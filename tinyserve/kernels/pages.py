@@ -1,4 +1,8 @@
-"""How the references of attention read the paged cache: whole blocks copied out in token order, then plain attention.
+"""How the references of attention read the paged cache: in place, or from whole blocks copied out in token order.
+
+The pool gives a sequence blocks that follow each other as long as it can (kv/pool.py). Where a token's keys and values
+also follow those of the token before, as kv/storage.py lays them out on the CPU, such a sequence is one strided tensor
+already. The blocks of other sequences are copied.
 
 On the CPU references are what serves, and there every tensor operation of every layer costs as much as a small product.
 So what is the same for all layers of a step (which blocks, where their copies go, which keys each sequence sees) is
@@ -13,6 +17,8 @@ from attrs import frozen
 from .launch import cdiv, once
 
 COPIED_TOKENS = 4096  # tokens that are copied out of the cache at once
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values [1, Hkv, keys, D] of sequences
 
 
 def attend(
@@ -77,11 +83,52 @@ def by_token(k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None = N
     return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if both is None else (both,)
 
 
-def gather(caches: tuple[torch.Tensor, ...], blocks: torch.Tensor, inside: slice) -> tuple[torch.Tensor, ...]:
-    """Copy blocks [N] of `by_token` caches out in token order; keep those `inside`: twice [1, Hkv, M, D]."""
-    copies = (cache.index_select(0, blocks).view(1, -1, *cache.shape[2:]) for cache in caches)
+def start_in_place(blocks: list[int], cache: torch.Tensor) -> int | None:
+    """The number of the first token of these blocks in a cache [B, Hkv, P, D], counted from block 0, if all tokens of
+    them lie at one distance in memory. None: they do not.
+    """
+    page = cache.shape[2]
+    if (
+        not blocks
+        or cache.stride(0) != page * cache.stride(2)
+        or blocks != [*range(blocks[0], blocks[0] + len(blocks))]
+    ):
+        return None
+    return blocks[0] * page
+
+
+def in_place(cache: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Tokens of a cache from `start` (of `start_in_place`, or later) on: a view [1, Hkv, count, D]."""
+    _, heads, _, head_dim = cache.shape
+    block, head, token, number = cache.stride()
+    shape, strides = (1, heads, count, head_dim), (block, head, token, number)
+    return cache.as_strided(shape, strides, cache.storage_offset() + start * token)
+
+
+def tokens_of(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor, inside: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [1, Hkv, M, D] of the tokens `inside` blocks [N] of caches [B, Hkv, P, D], copied if need be."""
+    numbers = blocks.tolist()
+    starts = [start_in_place(numbers, cache) for cache in (k_cache, v_cache)]
+    if None not in starts:
+        count = inside.stop - inside.start
+        return tuple(in_place(c, at + inside.start, count) for c, at in zip((k_cache, v_cache), starts, strict=True))
+    copies = (cache.index_select(0, blocks).view(1, -1, *cache.shape[2:]) for cache in by_token(k_cache, v_cache))
     found = tuple(tokens[:, inside].transpose(1, 2) for tokens in copies)
-    return found[0].chunk(2, dim=1) if len(found) == 1 else found
+    return tuple(found[0].chunk(2, dim=1)) if len(found) == 1 else found
+
+
+@frozen
+class InPlace:
+    """A sequence that is read where it lies: `count` tokens from number `start` of the cache on."""
+
+    start: int
+    count: int
+
+    def read(self, k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None) -> Pairs:
+        """Keys and values as the attention of its newest token reads them."""
+        return [(in_place(k_cache, self.start, self.count), in_place(v_cache, self.start, self.count))]
 
 
 @frozen(eq=False)
@@ -96,33 +143,52 @@ class Copied:
 
     blocks: torch.Tensor
     copies: tuple[torch.Tensor, ...]
-    sequences: list[tuple[torch.Tensor, torch.Tensor]]
+    sequences: Pairs
+
+    def read(self, k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None) -> Pairs:
+        """Copy the blocks of one layer; what an earlier layer's copies held is gone then."""
+        for cache, copy in zip(by_token(k_cache, v_cache, memo), self.copies, strict=True):
+            torch.index_select(cache, 0, self.blocks, out=copy)
+        return self.sequences
 
 
-def copied(
-    block_tables: torch.Tensor, lengths: list[int], caches: tuple[torch.Tensor, ...], window: int
-) -> list[Copied]:
-    """Divide the sequences into neighbours whose blocks together fit COPIED_TOKENS (or one alone), and lay them out."""
-    page = caches[0].shape[1]
-    portions: list[list[tuple[torch.Tensor, slice]]] = []
-    room = 0
+def layout(
+    block_tables: torch.Tensor, lengths: list[int], k_cache: torch.Tensor, v_cache: torch.Tensor, window: int
+) -> list[InPlace | Copied]:
+    """How each sequence's keys are read, in order: in place where that is possible, else copied with its neighbours
+    as far as their blocks together fit COPIED_TOKENS (or one alone).
+    """
+    page, found = k_cache.shape[2], []
+    scattered: list[tuple[torch.Tensor, slice]] = []
+
+    def copy_scattered() -> None:
+        if scattered:
+            found.append(_copied(scattered, by_token(k_cache, v_cache)))
+            scattered.clear()
+
     for table, length in zip(block_tables.unbind(), lengths, strict=True):
         low = max(0, length - window) if window else 0
         first, last = low // page, cdiv(length, page)
-        if not portions or last - first > room:
-            portions.append([])
-            room = COPIED_TOKENS // page
-        room -= last - first
-        portions[-1].append((table[first:last], slice(low - first * page, length - first * page)))
-    sizes = [sum(blocks.shape[0] for blocks, _ in portion) for portion in portions]
-    buffers = tuple(cache.new_empty(max(sizes, default=0), *cache.shape[1:]) for cache in caches)
-    found = []
-    for portion, size in zip(portions, sizes, strict=True):
-        copies = tuple(buffer[:size] for buffer in buffers)
-        pieces = [copy.split([blocks.shape[0] for blocks, _ in portion]) for copy in copies]
-        sequences = []
-        for number, (_, inside) in enumerate(portion):
-            tokens = [piece[number].flatten(0, 1)[inside].transpose(0, 1)[None] for piece in pieces]
-            sequences.append(tuple(tokens[0].chunk(2, dim=1)) if len(tokens) == 1 else tuple(tokens))
-        found.append(Copied(torch.cat([blocks for blocks, _ in portion]), copies, sequences))
+        blocks = table[first:last]
+        start, other = (start_in_place(blocks.tolist(), cache) for cache in (k_cache, v_cache))
+        if start is not None and other is not None:
+            copy_scattered()
+            found.append(InPlace(start + low % page, length - low))
+            continue
+        if sum(len(blocks) for blocks, _ in scattered) + last - first > COPIED_TOKENS // page:
+            copy_scattered()
+        scattered.append((blocks, slice(low - first * page, length - first * page)))
+    copy_scattered()
     return found
+
+
+def _copied(sequences: list[tuple[torch.Tensor, slice]], caches: tuple[torch.Tensor, ...]) -> Copied:
+    """Room for the blocks of these sequences, and the part of it that each one sees. caches: of `by_token`."""
+    sizes = [len(blocks) for blocks, _ in sequences]
+    copies = tuple(cache.new_empty(sum(sizes), *cache.shape[1:]) for cache in caches)
+    pieces = [copy.split(sizes) for copy in copies]
+    views = []
+    for number, (_, inside) in enumerate(sequences):
+        tokens = [piece[number].flatten(0, 1)[inside].transpose(0, 1)[None] for piece in pieces]
+        views.append(tuple(tokens[0].chunk(2, dim=1)) if len(tokens) == 1 else tuple(tokens))
+    return Copied(torch.cat([blocks for blocks, _ in sequences]), copies, views)

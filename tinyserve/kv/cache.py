@@ -324,7 +324,7 @@ class KVCache:
 
     def _append(self, kv: SequenceKV, more: int) -> None:
         for index, table in enumerate(kv.tables):
-            taken = self._pool.take(more)
+            taken = self._pool.take(more, table[-1] if table else 0)
             kv.changes.append(TableChange(index, len(table), tuple(taken)))
             table += taken
         kv.covered += more * self.block_size

@@ -14,6 +14,11 @@ list IS the eviction order (least recently used first), and a cache hit costs no
 
 The list is linked through the blocks themselves, because a hit removes a block from its middle in constant time.
 
+A sequence whose blocks follow each other can be read in place on the CPU (kernels/pages.py), where copying its blocks
+out is a tenth of a step. So a sequence that grows gets the block behind its last one, if that is free and nameless, and
+a new pool hands its blocks out in an order that leaves room between sequences: 1, then the middle, then the quarters.
+Once everything is named, eviction decides alone, and those sequences are copied.
+
 Before: block.py.  After: cache.py (tables of sequences).
 """
 
@@ -42,23 +47,25 @@ class BlockPool:
         self._index: list[dict[bytes, list[Block]]] = [{} for _ in range(num_groups)]
         self._end = Block(-1)  # ring sentinel: .after is the next block to hand out, .before the last
         self._end.before = self._end.after = self._end
-        for block in self.blocks[1:]:
-            self._link(block, self._end)
+        for number in halving(num_blocks - 1):
+            self._link(self.blocks[1 + number], self._end)
 
     @property
     def usage(self) -> float:
         """Part of the blocks that stand in some table, 0..1; free blocks that are still named do not count."""
         return 1 - self.num_free / (len(self.blocks) - 1)
 
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks from the front of the free list; each loses its name and starts with one reference.
+    def take(self, count: int, last: int = 0) -> list[int]:
+        """Hand out `count` blocks: each the one behind the one before, if that is free and nameless, otherwise the
+        front of the free list. Each loses its name and starts with one reference.
 
-        The caller has checked `num_free`.
+        The caller has checked `num_free`.   last: the block that the first one should follow; 0: none.
         """
         taken = []
         for _ in range(count):
-            block = self._end.after
+            block = self._behind(last) or self._end.after
             self._unlink(block)
+            last = block.id
             if block.name is not None:
                 self._tier.evicted(block.group, block.id, block.name)
                 self._forget(block)
@@ -143,6 +150,13 @@ class BlockPool:
         assert all(found for index in self._index for found in index.values()), "empty index entry"
         assert self.num_free == len(idle), f"num_free {self.num_free}, free list {len(idle)}"
 
+    def _behind(self, number: int) -> Block | None:
+        """The block that follows this one in memory, if nothing is lost when it is handed out."""
+        if not 0 < number < len(self.blocks) - 1:
+            return None
+        block = self.blocks[number + 1]
+        return block if block.refs == 0 and block.name is None else None
+
     def _forget(self, block: Block) -> None:
         found = self._index[block.group][block.name]
         found.remove(block)
@@ -158,3 +172,11 @@ class BlockPool:
     def _unlink(self, block: Block) -> None:
         block.before.after, block.after.before = block.after, block.before
         block.before = block.after = None
+
+
+def halving(count: int) -> list[int]:
+    """The numbers below `count`, each as far as possible from those before: 0, the half, the quarters, the eighths."""
+    order = [0]
+    while len(order) < count:
+        order = [2 * number for number in order] + [2 * number + 1 for number in order]
+    return [number for number in order if number < count]
