@@ -35,6 +35,15 @@ def test_sequences_that_grow_in_turn_each_stay_in_one_piece():
     pool.check_integrity(Counter(range(1, 33)))
 
 
+def test_what_one_sequence_left_is_not_begun_by_two():
+    """Breaks if the next two sequences both begin in the piece that the first one left: neither could grow."""
+    pool = BlockPool(33, 1)
+    pool.free(reversed(pool.take(8)))
+
+    assert pool.take(3) == [1, 2, 3] and pool.take(3) == [17, 18, 19]
+    pool.check_integrity(Counter([1, 2, 3, 17, 18, 19]))
+
+
 @pytest.mark.parametrize("state", ["in use", "named", "past the end"])
 def test_a_block_behind_is_taken_only_if_nothing_is_lost(state):
     """A neighbour in use would be shared by two sequences; a named one is in the cache, and not the oldest there."""

@@ -215,8 +215,7 @@ class KVCache:
             return
         self._name(kv, tokens, computed)
         self._keep_promises(kv.chain.names[kv.named : kv.owed])
-        for column in zip(*map(reversed, kv.tables), strict=True):
-            self._pool.free(column)
+        self._pool.free(number for column in zip(*map(reversed, kv.tables), strict=True) for number in column)
         kv.clear(len(self.groups))
         self._holders.remove(kv)
 
