@@ -83,52 +83,55 @@ def by_token(k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None = N
     return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if both is None else (both,)
 
 
-def start_in_place(blocks: list[int], cache: torch.Tensor) -> int | None:
-    """The number of the first token of these blocks in a cache [B, Hkv, P, D], counted from block 0, if all tokens of
+def start_in_place(blocks: list[int], k_cache: torch.Tensor, v_cache: torch.Tensor) -> int | None:
+    """The number of the first token of these blocks in caches [B, Hkv, P, D], counted from block 0, if all tokens of
     them lie at one distance in memory. None: they do not.
     """
-    page = cache.shape[2]
-    if (
-        not blocks
-        or cache.stride(0) != page * cache.stride(2)
-        or blocks != [*range(blocks[0], blocks[0] + len(blocks))]
-    ):
+    page, strides = k_cache.shape[2], k_cache.stride()
+    if strides != v_cache.stride() or strides[0] != page * strides[2]:
         return None
-    return blocks[0] * page
+    return blocks[0] * page if blocks and blocks == [*range(blocks[0], blocks[0] + len(blocks))] else None
 
 
-def in_place(cache: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Tokens of a cache from `start` (of `start_in_place`, or later) on: a view [1, Hkv, count, D]."""
-    _, heads, _, head_dim = cache.shape
-    block, head, token, number = cache.stride()
-    shape, strides = (1, heads, count, head_dim), (block, head, token, number)
-    return cache.as_strided(shape, strides, cache.storage_offset() + start * token)
+@frozen
+class InPlace:
+    """A sequence that is read where it lies.
+
+    Attributes:
+        shape, strides: [1, Hkv, its tokens, D], of the views.
+        offset: of the first of them from the beginning of the cache, in numbers.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, cache: torch.Tensor, start: int, count: int) -> "InPlace":
+        """`count` tokens of a cache [B, Hkv, P, D] from number `start` (of `start_in_place`, or later) on."""
+        strides = cache.stride()
+        return cls((1, cache.shape[1], count, cache.shape[3]), strides, start * strides[2])
+
+    def view(self, cache: torch.Tensor) -> torch.Tensor:
+        """The tokens in this cache."""
+        return torch.as_strided(cache, self.shape, self.strides, cache.storage_offset() + self.offset)
+
+    def read(self, k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None) -> Pairs:
+        """Keys and values as the attention of its newest token reads them."""
+        return [(self.view(k_cache), self.view(v_cache))]
 
 
 def tokens_of(
     k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor, inside: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [1, Hkv, M, D] of the tokens `inside` blocks [N] of caches [B, Hkv, P, D], copied if need be."""
-    numbers = blocks.tolist()
-    starts = [start_in_place(numbers, cache) for cache in (k_cache, v_cache)]
-    if None not in starts:
-        count = inside.stop - inside.start
-        return tuple(in_place(c, at + inside.start, count) for c, at in zip((k_cache, v_cache), starts, strict=True))
+    start = start_in_place(blocks.tolist(), k_cache, v_cache)
+    if start is not None:
+        found = InPlace.of(k_cache, start + inside.start, inside.stop - inside.start)
+        return found.view(k_cache), found.view(v_cache)
     copies = (cache.index_select(0, blocks).view(1, -1, *cache.shape[2:]) for cache in by_token(k_cache, v_cache))
     found = tuple(tokens[:, inside].transpose(1, 2) for tokens in copies)
     return tuple(found[0].chunk(2, dim=1)) if len(found) == 1 else found
-
-
-@frozen
-class InPlace:
-    """A sequence that is read where it lies: `count` tokens from number `start` of the cache on."""
-
-    start: int
-    count: int
-
-    def read(self, k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None) -> Pairs:
-        """Keys and values as the attention of its newest token reads them."""
-        return [(in_place(k_cache, self.start, self.count), in_place(v_cache, self.start, self.count))]
 
 
 @frozen(eq=False)
@@ -170,10 +173,10 @@ def layout(
         low = max(0, length - window) if window else 0
         first, last = low // page, cdiv(length, page)
         blocks = table[first:last]
-        start, other = (start_in_place(blocks.tolist(), cache) for cache in (k_cache, v_cache))
-        if start is not None and other is not None:
+        start = start_in_place(blocks.tolist(), k_cache, v_cache)
+        if start is not None:
             copy_scattered()
-            found.append(InPlace(start + low % page, length - low))
+            found.append(InPlace.of(k_cache, start + low % page, length - low))
             continue
         if sum(len(blocks) for blocks, _ in scattered) + last - first > COPIED_TOKENS // page:
             copy_scattered()
