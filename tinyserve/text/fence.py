@@ -108,6 +108,7 @@ async def _start() -> asyncio.subprocess.Process:
 
 def child() -> None:
     """The other end: answers jobs until the pipe ends, or until one of them goes too far."""
+    from .jinja import WentTooFar
     from .template import ChatTemplate
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -122,7 +123,8 @@ def child() -> None:
             template = ChatTemplate(job["template"], special_tokens=job["special_tokens"])
             found = {"text": template.render(job["messages"], **job["options"])}
         except RequestError as error:
-            found = {"error": str(error), "param": error.param}
+            param = "chat_template" if isinstance(error, WentTooFar) else error.param  # not the model's: the sender's
+            found = {"error": str(error), "param": param}
         except MemoryError:
             return
         data = json.dumps(found).encode()

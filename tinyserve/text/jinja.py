@@ -78,6 +78,10 @@ def raise_exception(message: str) -> None:
     raise RequestError(f"The chat template refuses these messages: {message}", param="messages")
 
 
+class WentTooFar(RequestError):
+    """A template used up what it may: steps, seconds or characters. The messages are to blame if it is the model's."""
+
+
 class Budget:
     """Counts what one rendering does."""
 
@@ -88,7 +92,7 @@ class Budget:
     def step(self) -> None:
         self.steps += 1
         if self.steps > MAX_STEPS or (self.steps % 1024 == 0 and time.monotonic() > self.stop_at):
-            raise RequestError(f"The chat template does not end: stopped after {self.steps} steps.", param="messages")
+            raise WentTooFar(f"The chat template does not end: stopped after {self.steps} steps.", param="messages")
 
     def collect(self, pieces: Iterator[str]) -> str:
         """The joined pieces, if they are not too many."""
@@ -96,7 +100,7 @@ class Budget:
         for piece in pieces:
             size += len(piece)
             if size > MAX_CHARACTERS:
-                raise RequestError(f"The chat template writes more than {MAX_CHARACTERS} characters.", param="messages")
+                raise WentTooFar(f"The chat template writes more than {MAX_CHARACTERS} characters.", param="messages")
             kept.append(piece)
         return "".join(kept)
 
