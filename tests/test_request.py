@@ -144,7 +144,7 @@ def test_records_of_vllms_names():
     assert SamplingParams(repetition_detection=detection).repetition_detection is detection
     assert [kind.name for kind in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
     with pytest.raises(RequestError, match="structured_outputs"):
-        BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs={"regex": "a"})
+        BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs={"regex": "a", "choice": ["b"]})
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf")])

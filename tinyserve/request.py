@@ -202,7 +202,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=as_tokens, validator=token_list)
-    structured_outputs: Any = field(default=None, validator=checks.later())
+    structured_outputs: StructuredOutputsParams | None = field(default=None, converter=StructuredOutputsParams.of)
 
 
 @frozen(kw_only=True)
@@ -242,6 +242,7 @@ class Request:
         cache_salt: requests share cached prefixes only with an equal salt.
         adapter: name of the LoRA adapter, or None.
         constraint: the grammar of the answer, and the thought before it, or None.
+        answered: how many of the prompt's last tokens are the beginning of the answer, for its grammar.
     """
 
     id: str
@@ -257,6 +258,7 @@ class Request:
     adapter: str | None = None
     media: tuple[Media, ...] = ()
     constraint: Constraint | None = None
+    answered: int = 0
     pooling: PoolingParams | None = None
     prompt: str | None = field(default=None, repr=False)
 

@@ -126,7 +126,7 @@ class FakeEngine:
     def progress(self, request_id):
         return None
 
-    async def beam_search(self, prompt, params):
+    async def beam_search(self, prompt, params, *, thinks=False):
         def beam(text, reason, last):
             tokens = [*text.encode(), *last]
             logprobs = [{token: Logprob(-0.5, 1, chr(token))} for token in tokens]

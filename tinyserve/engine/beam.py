@@ -7,6 +7,9 @@ Twice the width, so that end tokens among the candidates cannot crowd out the li
 one before plus a token, so all but the last block of it is found in the prefix cache. Neither the scheduler nor the
 runner knows that beams exist.
 
+With a grammar, a beam's request tells how much of its prompt is answer already: its matcher walks that first. The
+log-probabilities are then those among the tokens that the grammar allows.
+
 Score = total log-probability / generated tokens ** length_penalty, the end token counted.
 
 Before: intake.py, fanout.py.  After: engine.py and llm.py (beam_search).
@@ -61,7 +64,11 @@ async def search(engine: Front, call: Call, params: BeamSearchParams) -> BeamSea
 
     Raises: RequestError: before anything runs.
     """
-    asked = SamplingParams(max_tokens=params.max_tokens, allowed_token_ids=params.allowed_token_ids)
+    asked = SamplingParams(
+        max_tokens=params.max_tokens,
+        allowed_token_ids=params.allowed_token_ids,
+        structured_outputs=params.structured_outputs,
+    )
     prepared = await engine.intake.prepare(evolve(call, sampling=asked))
     request = prepared.requests[0]
     size = engine.intake.rules.vocab_size
@@ -115,7 +122,8 @@ async def _next_tokens(
 def _candidates(beam: Beam, entry: Mapping[int, Logprob], request: Request, params: BeamSearchParams) -> list[Beam]:
     """The beam with each of the 2 * width most likely next tokens behind it."""
     allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids)
-    ends = frozenset() if params.ignore_eos else request.eos_ids | request.extra_eos_ids
+    endless = params.ignore_eos and not request.has_grammar  # which says itself when an answer is complete
+    ends = frozenset() if endless else request.eos_ids | request.extra_eos_ids
     found = [(token, one.logprob) for token, one in entry.items() if allowed is None or token in allowed]
     found = sorted((pair for pair in found if pair[1] > float("-inf")), key=lambda pair: -pair[1])
     return [beam.grown(token, logprob, entry, token in ends) for token, logprob in found[: 2 * params.beam_width]]

@@ -254,10 +254,11 @@ class Engine:
         params: BeamSearchParams,
         *,
         add_special_tokens: bool = True,
+        thinks: bool = False,
     ) -> BeamSearchOutput:
         """The best `beam_width` answers by total log-probability, best first; see beam.py."""
         self._admit()
-        return await search(self, Call(prompt=prompt, add_special_tokens=add_special_tokens), params)
+        return await search(self, Call(prompt=prompt, add_special_tokens=add_special_tokens, thinks=thinks), params)
 
     def abort(self, request_id: str | None) -> int:
         """End the request with this id (None: all), wherever it is; its reader gets what there is and ABORT.

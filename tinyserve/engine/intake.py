@@ -124,7 +124,14 @@ class Intake:
         name = f"{like.id}-beam-{next(self._numbers)}"
         seed = self._random.getrandbits(63)
         request = evolve(
-            like, id=name, prompt_ids=tokens, sampling=sampling, seed=seed, arrival=time.monotonic(), prompt=None
+            like,
+            id=name,
+            prompt_ids=tokens,
+            answered=len(tokens) - len(like.prompt_ids),
+            sampling=sampling,
+            seed=seed,
+            arrival=time.monotonic(),
+            prompt=None,
         )
         return Prepared(name, (request,))
 

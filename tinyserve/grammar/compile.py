@@ -87,7 +87,9 @@ class Grammars:
         future = self.compiled(wanted)
         if future.done() and (error := future.exception()) is not None:
             raise error
-        return Matcher(future, lambda: self.words, wanted, request.sampling.stop_token_ids, request.sampling.min_tokens)
+        params = request.sampling
+        begun = request.prompt_ids[len(request.prompt_ids) - request.answered :]
+        return Matcher(future, lambda: self.words, wanted, params.stop_token_ids, params.min_tokens, begun)
 
     def compiled(self, wanted: Wanted) -> Future[LLMatcher | None]:
         """The grammar, compiled or on its way; it fails with RequestError. None: only the thought is limited."""

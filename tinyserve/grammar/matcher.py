@@ -11,7 +11,7 @@ After: scheduling/scheduler.py (waits for it, advances it), mask.py (asks it).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -127,6 +127,7 @@ class Matcher:
         words: gives the vocabulary; called once the grammar is ready.
         stop_ids: the request's own stop tokens; they may come where the grammar may end.
         min_tokens: no end token before so many, unless nothing else may come.
+        begun: tokens that the answer has already, from another request.
     """
 
     masks = True
@@ -138,7 +139,9 @@ class Matcher:
         wanted: Wanted,
         stop_ids: tuple[int, ...],
         min_tokens: int,
+        begun: Sequence[int] = (),
     ) -> None:
+        self._begun = begun
         self._grammar = grammar
         self._wanted = wanted
         self._stop_ids = stop_ids
@@ -169,6 +172,8 @@ class Matcher:
             self._match = compiled.deep_copy() if compiled is not None else None
             if self._wanted.thought is not None:
                 self._gate = Gate(self._wanted.thought, self._words.encode)
+            for token in self._begun:
+                self.advance(token)
         return self._words
 
     # ---- what came

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from ..errors import RequestError
+from attrs import evolve
+
 from ..request import BeamSearchParams, FinishReason, Output, SamplingParams, Usage
 from .face import EngineFace
 from .fields import Fields
@@ -39,17 +40,19 @@ def read_beam(fields: Fields, most: int) -> BeamSearchParams | None:
     return BeamSearchParams(beam_width=width, max_tokens=most, **values)
 
 
-def check_beam(beam: BeamSearchParams | None, sampling: SamplingParams) -> None:
-    """Raises: RequestError: beams cannot be held to a grammar."""
-    if beam is not None and sampling.structured_outputs is not None:
-        raise RequestError("use_beam_search: beams cannot be held to a form or to tools.", param="use_beam_search")
+def with_form(beam: BeamSearchParams | None, sampling: SamplingParams) -> BeamSearchParams | None:
+    """The search with the form that the answer must have, and special tokens shown where tools are read from them."""
+    if beam is None:
+        return None
+    skip = sampling.skip_special_tokens
+    return evolve(beam, structured_outputs=sampling.structured_outputs, skip_special_tokens=skip)
 
 
 async def beam_outputs(
-    engine: EngineFace, ids: Sequence[int], params: BeamSearchParams, *, logprobs: bool
+    engine: EngineFace, ids: Sequence[int], params: BeamSearchParams, *, logprobs: bool, thinks: bool = False
 ) -> AsyncIterator[Output]:
     """One output per beam, best first."""
-    found = await engine.beam_search(list(ids), params)
+    found = await engine.beam_search(list(ids), params, thinks=thinks)
     for index, beam in enumerate(found.sequences):
         tokens = tuple(beam.tokens[len(ids) :])
         yield Output(

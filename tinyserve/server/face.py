@@ -48,7 +48,7 @@ class EngineFace(Protocol):
         """Tokenise a raw prompt as `generate` would, off the loop."""
         ...
 
-    async def beam_search(self, prompt: Sequence[int], params: BeamSearchParams) -> Any:
+    async def beam_search(self, prompt: Sequence[int], params: BeamSearchParams, *, thinks: bool = False) -> Any:
         """The best beams, best first; each has tokens (with the prompt's), answer (text), logprobs, finish_reason."""
         ...
 

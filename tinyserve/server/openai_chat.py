@@ -23,7 +23,7 @@ from starlette.requests import Request
 from ..errors import RequestError
 from ..request import Output, Usage
 from . import answers, spans
-from .beam import beam_outputs, check_beam, read_beam
+from .beam import beam_outputs, read_beam, with_form
 from .bodies import CHAT, EFFORTS
 from .errors import Failure, TooLarge
 from .face import Service
@@ -90,7 +90,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         special=fields.raw("skip_special_tokens") is False,
     )
     sampling = readings.prepared(sampling)
-    check_beam(beam, sampling)
+    beam = with_form(beam, sampling)
     role = options.response_role if template["add_generation_prompt"] else str(messages[-1].get("role"))
     shape = Shape(
         role=role,
@@ -108,7 +108,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     writer = ChatWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
     log_request(service.config.log, request_id, sampling, len(ids), messages)
     if beam:
-        outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None)
+        outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None, thinks=True)
     else:
         outputs = engine.generate(ids, sampling, request_id=request_id, thinks=True, **more)
     outputs = service.spans.watch(

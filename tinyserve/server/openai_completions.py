@@ -20,7 +20,7 @@ from starlette.requests import Request
 from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError
 from ..request import Output
 from . import answers, spans
-from .beam import beam_outputs, check_beam, read_beam
+from .beam import beam_outputs, read_beam, with_form
 from .bodies import COMPLETION
 from .errors import Failure
 from .face import EngineFace, Service
@@ -77,7 +77,7 @@ async def completions(request: Request, service: Service) -> Generation:
     beam = read_beam(fields, decided["max_tokens"])
     alone = {"n": 1} if beam else {}
     sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
-    check_beam(beam, sampling)
+    beam = with_form(beam, sampling)
     more = request_options(fields)
     prompts = await _read(engine, fields, sampling.n)
     shape = Shape(
