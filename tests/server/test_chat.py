@@ -113,6 +113,8 @@ def test_the_operator_can_force_usage_and_details(run):
         ({"guided_json": 5}, "guided_json"),
         ({"use_beam_search": True, "stream": True}, "use_beam_search"),
         ({"use_beam_search": True, "n": 0}, "n"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "presence_penalty": 0.5}, "presence_penalty"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),

@@ -15,6 +15,12 @@ from ..request import BeamSearchParams, FinishReason, Output, SamplingParams, Us
 from .face import EngineFace
 from .fields import Fields
 
+# Fields that would change which answers are the best, with the values that change nothing.
+_EDITS = {
+    "stop": [], "stop_token_ids": [], "bad_words": [], "logit_bias": {}, "min_tokens": 0, "repetition_penalty": 1,
+    "presence_penalty": 0, "frequency_penalty": 0, "repetition_detection": {}, "thinking_token_budget": -1,
+}  # fmt: skip
+
 
 def read_beam(fields: Fields, most: int) -> BeamSearchParams | None:
     """The search that a request asks for, or None. most: tokens of an answer. Raises: RequestError."""
@@ -24,6 +30,9 @@ def read_beam(fields: Fields, most: int) -> BeamSearchParams | None:
         return None
     if fields.flag("stream"):
         fields.refuse("use_beam_search", "beams are known only at the end and cannot be streamed.")
+    for name, nothing in _EDITS.items():
+        if fields.given(name) and fields.raw(name) != nothing:
+            fields.refuse(name, "has no effect on a beam search; leave one of them out.")
     if most < 1:
         fields.refuse("max_tokens", "beam search needs at least one token.")
     width = fields.integer("n", 1)
