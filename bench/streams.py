@@ -1,10 +1,11 @@
 """How many streamed tokens a second one process can send, when the model costs nothing.
 
-    python -m bench.streams [--connections 256] [--tokens 200] [--stream-interval 1] [--profile]
+    python -m bench.streams [--connections 256] [--tokens 200] [--stream-interval 1] [--each] [--profile]
 
 A real engine, scheduler and HTTP server around a runner that gives the same token to everybody at once, and clients in
 another process that only count events. What remains is the front: scheduling, text, JSON, HTTP, sockets. The figure
-that can be compared between machines is the processor time of the server per token.
+that can be compared between machines is the processor time of the server per token. Because nothing is faster than this
+runner, the loop soon sends the tokens of several steps together (engine/pace.py); with --each every token is an event.
 """
 
 from __future__ import annotations
@@ -107,10 +108,12 @@ def clients(port: int, connections: int, tokens: int, pipe) -> None:
     pipe.send(asyncio.run(work()))
 
 
-async def measure(connections: int, tokens: int, interval: int, profile: bool) -> None:
+async def measure(connections: int, tokens: int, interval: int, each: bool, profile: bool) -> None:
     options = {"model": "script", "port": 0, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
     settings = config.build({**options, "disable_log_stats": True, "stream_interval": interval})
     engine = await engine_of(settings)
+    if each:
+        engine.streams.pace.note = lambda *_: None
     server = Server(Service(settings, engine), open_socket(settings.server))
     await server.start()
     port = int(server.address.rsplit(":", 1)[1])
@@ -148,11 +151,12 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--stream-interval", type=int, default=1)
+    parser.add_argument("--each", action="store_true")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_loaded()
-    asyncio.run(measure(options.connections, options.tokens, options.stream_interval, options.profile))
+    asyncio.run(measure(options.connections, options.tokens, options.stream_interval, options.each, options.profile))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ hash of the prefix as read through the block table, so a wrong, stale, missing o
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from attrs import define, field
 
@@ -50,6 +51,8 @@ class FakeRow:
 @define(eq=False)
 class FakeFlight:
     """A launched step, awaitable like runner.Flight; it lands when its output is first looked at."""
+
+    waited: ClassVar[bool] = True  # for what the loop is not hurried
 
     step_id: int
     _output: StepOutput

@@ -131,7 +131,8 @@ class Engine:
                     return
                 await self._rest()
                 continue
-            updates = scheduler.commit(await flying.popleft())
+            updates = scheduler.commit(await (flight := flying.popleft()))
+            self.streams.pace.note(flight, flying, len(self.streams))
             if flying and (step := self._plan()):  # the device gets its next step before the readers get their tokens
                 flying.append(runner.launch(step))
             for update in updates:

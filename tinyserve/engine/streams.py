@@ -1,8 +1,9 @@
 """From the loop to the readers: one stream per caller, which never makes the loop wait and never loses a token.
 
-A reader that keeps up gets one output per step. For one that does not, outputs of the same answer are joined until it
-comes back: it sees larger pieces, nothing is lost, and what waits for it is at most the answer itself. This is all the
-back-pressure there is, because holding the whole batch up for one slow socket would hurt everybody else.
+A reader that keeps up gets one output per step, or one per few steps when the loop is behind (pace.py). For one that
+does not, outputs of the same answer are joined until it comes back: it sees larger pieces, nothing is lost, and what
+waits for it is at most the answer itself. This is all the back-pressure there is, because holding the whole batch up
+for one slow socket would hurt everybody else.
 
     scheduler.commit -> Streams.push -> Answer.advance -> Stream.put ....... Stream.get -> Engine.generate -> reader
                                '-- stop string found: scheduler.finish(STOP)
@@ -24,6 +25,7 @@ from ..scheduling.scheduler import Update
 from .answer import Answer, merged
 from .intake import Prepared
 from .meter import Meter
+from .pace import Pace
 
 _log = logging.getLogger(__name__)
 _JOIN_AT = 64  # outputs that may wait before they are made one; bounds the number of objects for a reader that is gone
@@ -73,6 +75,7 @@ class Stream:
     ) -> None:
         self.unfinished = {answer.request.id: answer for answer in answers}
         self.later: Later | None = None
+        self.number = 0  # says when it is its turn
         self.longest = 0  # tokens of the longest answer that has ended
         self._interval = interval
         self.final_only = kind is RequestOutputKind.FINAL_ONLY
@@ -88,26 +91,24 @@ class Stream:
         """Whether every answer has ended and all of it was read."""
         return not self.unfinished and not self._waiting and not self.later
 
-    def put(self, output: Output) -> None:
-        """Add an output; never blocks."""
+    def put(self, output: Output, *, turn: bool = True) -> None:
+        """Add an output; never blocks. turn: whether it may be shown now, if there is no reason to show it at once."""
         waiting = self._waiting.setdefault(output.index, [])
         waiting.append(output)
         if len(waiting) >= _JOIN_AT:
             waiting[:] = [merged(waiting)]
-        if output.finished or self._enough(output.index, waiting):
+        if output.finished or self._enough(output.index, waiting, turn):
             self._due[output.index] = None
             self.wake()
 
-    def _enough(self, index: int, waiting: list[Output]) -> bool:
+    def _enough(self, index: int, waiting: list[Output], turn: bool) -> bool:
         """Whether what waits of an answer is to be shown now."""
         if self.final_only:
             return False
-        if self._interval == 1:
-            return True
         if index not in self._started:
             self._started.add(index)
             return True
-        return sum(len(piece.token_ids) for piece in waiting) >= self._interval
+        return turn and (self._interval == 1 or sum(len(piece.token_ids) for piece in waiting) >= self._interval)
 
     def fail(self, error: Exception) -> None:
         """End all of it: the reader gets `error` instead of anything that still waits."""
@@ -154,6 +155,8 @@ class Streams:
         self._meter = meter
         self._answers: dict[str, tuple[Answer, Stream]] = {}
         self._expecting: dict[Stream, None] = {}
+        self._opened = 0
+        self.pace = Pace()
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -165,6 +168,8 @@ class Streams:
         count = len(self._answers)
         for answer in answers:
             self._answers[answer.request.id] = answer, stream
+        self._opened += 1
+        stream.number = self._opened
         self._meter.started(len(self._answers) - count)
         self.empty.clear()
 
@@ -195,8 +200,9 @@ class Streams:
             return
         answer, stream = found
         before, held = answer.timing.last_token_ts, answer.held
+        turn = self.pace.turn(stream.number)
         try:
-            if stream.final_only and answer.hold(update):
+            if (stream.final_only or not turn) and answer.hold(update):
                 self._meter.more(answer, len(update.token_ids), before)
                 return
             output = answer.advance(update)
@@ -210,7 +216,7 @@ class Streams:
             if update.finish_reason is None:
                 self._finish(answer.request.id, FinishReason.STOP if output.error is None else FinishReason.ABORT)
         self._meter.output(answer, output, before, held)
-        stream.put(output)
+        stream.put(output, turn=turn)
 
     def cancel(self, stream: Stream, *, tell: bool, error: Callable[[], Exception] | None = None) -> None:
         """End what is unfinished of a stream.

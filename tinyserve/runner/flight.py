@@ -23,17 +23,24 @@ class Flight:
     Args:
         step_id: of the StepInput.
         landing: resolved by the runner's worker thread with the output or with what went wrong.
+    Attributes: waited: whether the loop came to wait for it before it had landed.
     """
 
-    __slots__ = ("landing", "step_id")
+    __slots__ = ("landing", "step_id", "waited")
 
     def __init__(self, step_id: int, landing: Future[StepOutput]) -> None:
         self.step_id = step_id
         self.landing = landing
+        self.waited = False
+
+    @property
+    def landed(self) -> bool:
+        return self.landing.done()
 
     def __await__(self) -> Generator[Any, None, StepOutput]:
         yield from asyncio.sleep(0).__await__()
         if not self.landing.done():
+            self.waited = True
             loop, landed = asyncio.get_running_loop(), asyncio.Event()
 
             def tell(_: Future[StepOutput]) -> None:

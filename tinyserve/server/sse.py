@@ -117,12 +117,15 @@ class Generation:
                 size += (weight := _weight(output))
                 if not self._stream:
                     self._writer.add(output)
-                elif events := await _written(partial(self._writer.events, output), weight):
-                    await self._send(send, events)
+                else:
+                    work = partial(self._writer.events, output)
+                    if events := work() if weight <= OFF_LOOP else await asyncio.to_thread(work):
+                        await self._send(send, events)
         if self._stream:
             await self._send(send, self._writer.last_events(), more=False)
         else:
-            body = await _written(self._writer.body, size)
+            work = self._writer.body
+            body = work() if size <= OFF_LOOP else await asyncio.to_thread(work)
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body})
@@ -190,11 +193,6 @@ def _weight(output: Output) -> int:
     """How much there is to write, in tokens and log-probabilities."""
     named = len(output.logprobs or ()) + len(output.prompt_logprobs or ())
     return 1 + len(output.token_ids) + _NAMED * named
-
-
-async def _written(work: Callable[[], bytes], size: int) -> bytes:
-    """What `work` writes; in a thread if that is much."""
-    return work() if size <= OFF_LOOP else await asyncio.to_thread(work)
 
 
 async def _cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:

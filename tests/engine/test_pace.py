@@ -1,0 +1,102 @@
+"""Readers are woken for every token, unless the device waits for the loop."""
+
+import asyncio
+
+import pytest
+
+from bench.streams import engine_of
+from tinyserve import config
+from tinyserve.engine.pace import LONGEST, MANY, MOST, PATIENCE, WINDOW, Pace
+from tinyserve.request import SamplingParams
+
+
+class Step:
+    def __init__(self, waited, landed=True):
+        self.waited, self.landed = waited, landed
+
+
+IDLE, BUSY = Step(waited=False), Step(waited=True)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A step a millisecond."""
+    now = [0.0]
+    monkeypatch.setattr("tinyserve.engine.pace.time.monotonic", lambda: now[0])
+    return now
+
+
+def windows(pace, clock, count, *, flight=IDLE, behind=(), streams=MANY, seconds=0.001):
+    for _ in range(count * WINDOW):
+        clock[0] += seconds
+        pace.note(flight, behind, streams)
+    return pace.together
+
+
+def test_an_idle_device_makes_readers_wait(clock):
+    """1, 2, 4, 8, 16 steps together, a window of idle steps each; back by half after 8 windows without any."""
+    pace = Pace()
+
+    assert [windows(pace, clock, 1) for _ in range(6)] == [2, 4, 8, 16, MOST, MOST]
+    assert windows(pace, clock, PATIENCE - 1, flight=BUSY) == MOST
+    assert windows(pace, clock, 1, flight=BUSY) == MOST // 2
+    assert windows(pace, clock, PATIENCE, flight=BUSY) == MOST // 4
+
+
+def test_a_busy_device_does_not(clock):
+    """The step had landed, but the next one is under way: nothing waits for the loop."""
+    assert windows(Pace(), clock, 9, behind=[Step(waited=False, landed=False)]) == 1
+
+
+def test_few_readers_get_every_token(clock):
+    pace = Pace()
+    windows(pace, clock, 3)
+
+    assert windows(pace, clock, 1, streams=MANY - 1) == 1
+
+
+def test_nobody_waits_long(clock):
+    """Steps of 60 ms: 3 of them are 0.18 s, so 2 go together, never 4."""
+    assert 2 * 0.06 <= LONGEST < 4 * 0.06
+    assert windows(Pace(), clock, 9, seconds=0.06) == 2
+
+
+def test_turns_are_spread(clock):
+    """With 8 steps together and 40 streams, each step wakes 5, and 8 steps wake everybody once."""
+    pace = Pace()
+    windows(pace, clock, 3)
+    woken = []
+    for _ in range(8):
+        pace.note(BUSY, (), MANY)
+        woken.append([number for number in range(40) if pace.turn(number)])
+
+    assert pace.together == 8
+    assert [len(numbers) for numbers in woken] == [5] * 8
+    assert sorted(number for numbers in woken for number in numbers) == list(range(40))
+
+
+async def read(engine, stop):
+    outputs = []
+    params = SamplingParams(max_tokens=150, ignore_eos=True, stop=stop)
+    async for output in engine.generate([1, 2, 3], params):
+        outputs.append(output)
+    return outputs
+
+
+@pytest.mark.parametrize("stop", [(), ("x",)])
+def test_nothing_is_lost_and_the_first_token_is_not_kept(stop):
+    """48 readers of 150 tokens of a model that costs nothing, with and without stop strings: fewer outputs than
+    tokens, the first of one token, all of the text."""
+
+    async def run():
+        engine = await engine_of(config.build({"model": "script", "disable_log_stats": True, "max_num_seqs": 64}))
+        try:
+            return await asyncio.gather(*(read(engine, stop) for _ in range(48)))
+        finally:
+            await engine.close()
+
+    for outputs in asyncio.run(run()):
+        assert len(outputs) < 100
+        assert len(outputs[0].token_ids) == 1
+        assert "".join(output.text for output in outputs) == "a" * 150
+        assert sum(len(output.token_ids) for output in outputs) == outputs[-1].usage.completion_tokens == 150
