@@ -135,8 +135,7 @@ class Engine:
             self.streams.pace.note(flight, flying, len(self.streams))
             if flying and (step := self._plan()):  # the device gets its next step before the readers get their tokens
                 flying.append(runner.launch(step))
-            for update in updates:
-                self.streams.push(update)
+            await self.streams.deliver(updates)
             self.meter.landed(scheduler.stats())
             self._last_step = time.monotonic()
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from typing import Any
 
 MANY = 32  # streams; fewer are no burden
-WINDOW = 16  # steps between two decisions
-PATIENCE = 8  # windows without an idle device after which readers are woken more often again
+WINDOW = 8  # steps between two decisions
+PATIENCE = 16  # windows without an idle device after which readers are woken more often again
 MOST = 16  # steps together
-LONGEST = 0.2  # seconds that they may take; a person reads no faster
+LONGEST = 0.3  # seconds that they may take; a person reads no faster
 
 
 class Pace:

@@ -28,6 +28,7 @@ from .meter import Meter
 from .pace import Pace
 
 _log = logging.getLogger(__name__)
+_AT_ONCE = 128  # updates between two turns of everybody else, some 2 ms
 _JOIN_AT = 64  # outputs that may wait before they are made one; bounds the number of objects for a reader that is gone
 
 
@@ -192,6 +193,13 @@ class Streams:
         stream.later.next += 1
         if not stream.later:
             del self._expecting[stream]
+
+    async def deliver(self, updates: Iterable[Update]) -> None:
+        """Push a step's updates; sockets and readers have a turn in between, for there may be a thousand."""
+        for count, update in enumerate(updates, 1):
+            self.push(update)
+            if count % _AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def push(self, update: Update) -> None:
         """Hand an update of the scheduler to the reader of its answer. Updates of closed answers are dropped."""

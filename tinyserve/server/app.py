@@ -33,6 +33,7 @@ from .face import Service
 from .generate import generate
 from .openai_chat import chat_completions
 from .openai_completions import completions
+from .turns import Turns
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
@@ -130,6 +131,7 @@ class Front:
     def __init__(self, app: Any, service: Service) -> None:
         self._app = app
         self._service = service
+        self._turns = Turns()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -146,6 +148,8 @@ class Front:
         self._service.inflight += counted
         body = _Receiving(receive, self._service)
         try:
+            if counted:
+                await self._turns.take()
             await self._app(scope, body.receive, state.send)
         finally:
             self._service.inflight -= counted

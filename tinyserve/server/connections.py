@@ -7,7 +7,7 @@ client; each costs 20 us on its way through their layers. So chunks are framed h
 A client that does not read is waited for, but not for ever: what waits for it in memory is bounded by the socket's
 buffer and its own answer (engine/streams.py), and after a minute without progress the connection is cut.
 
-Before: app.py (the ASGI app).  After: serve.py.
+Before: app.py (the ASGI app), turns.py.  After: serve.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 
+from .turns import Turns
+
 MAX_CONNECTIONS = 16384  # at the same time; each takes some 50 KB
 WRITE_SECONDS = 60.0  # that a client may take to read what fills the socket's buffer
 
@@ -31,6 +33,7 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
     """Answer on a socket until `closing` is set; then let open connections end for `settings.graceful_timeout`."""
     loop, context = asyncio.get_running_loop(), WorkerContext(None)
     tasks: set[asyncio.Task[Any]] = set()
+    turns = Turns()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -39,6 +42,7 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
             return
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        await turns.take()
         wrapped = ASGIWrapper(partial(_on_wire, app, Wire(writer)))
         await TCPServer(wrapped, loop, settings, context, {}, reader, writer)
 
