@@ -78,7 +78,7 @@ class Stream:
         self.later: Later | None = None
         self.number = 0  # says when it is its turn
         self.longest = 0  # tokens of the longest answer that has ended
-        self._interval = interval
+        self.interval = interval
         self.final_only = kind is RequestOutputKind.FINAL_ONLY
         self._shown: dict[int, Output] | None = {} if kind is RequestOutputKind.CUMULATIVE else None
         self._waiting: dict[int, list[Output]] = {}
@@ -109,7 +109,7 @@ class Stream:
         if index not in self._started:
             self._started.add(index)
             return True
-        return turn and (self._interval == 1 or sum(len(piece.token_ids) for piece in waiting) >= self._interval)
+        return turn and (self.interval == 1 or sum(len(piece.token_ids) for piece in waiting) >= self.interval)
 
     def fail(self, error: Exception) -> None:
         """End all of it: the reader gets `error` instead of anything that still waits."""
@@ -209,8 +209,9 @@ class Streams:
         answer, stream = found
         before, held = answer.timing.last_token_ts, answer.held
         turn = self.pace.turn(stream.number)
+        waits = stream.final_only or not turn or held + len(update.token_ids) < stream.interval
         try:
-            if (stream.final_only or not turn) and answer.hold(update):
+            if waits and answer.hold(update):
                 self._meter.more(answer, len(update.token_ids), before)
                 return
             output = answer.advance(update)
