@@ -199,8 +199,8 @@ def _draw_from_candidates(key_ptr, id_ptr, found, top, scale, bound, last_tie, u
 
 
 @triton.jit
-def _draw_from_row(row_ptr, V, top, scale, bound, last_tie, u, TILES: tl.constexpr, TILE: tl.constexpr):
-    """The token at u of the mass kept of a whole row, and that mass: a pass over the row for the sums of its tiles."""
+def _sums_of_row(row_ptr, V, top, scale, bound, last_tie, TILES: tl.constexpr, TILE: tl.constexpr):
+    """The mass kept of each tile, [TILES], by a pass over the whole row."""
     lane = tl.arange(0, TILE)
     tile = tl.arange(0, TILES)
     sums = tl.zeros((TILES,), tl.float32)
@@ -209,7 +209,7 @@ def _draw_from_row(row_ptr, V, top, scale, bound, last_tie, u, TILES: tl.constex
         keep = (logit > float("-inf")) & _kept(logit, start + lane, bound, last_tie)
         mass = tl.sum(tl.where(keep, tl.exp((logit - top) * scale), 0.0), axis=0)
         sums = tl.where(tile == start // TILE, mass, sums)
-    return _draw_from_tiles(row_ptr, sums, tile, top, scale, bound, last_tie, u, V, True, TILE), tl.sum(sums, axis=0)
+    return sums
 
 
 @triton.jit
@@ -265,23 +265,27 @@ def _pick_kernel(
         last_tie = tl.load(last_tie_ptr + row)
         if SEARCH:
             drop = drop_of(temperature, tl.load(min_p_ptr + row))
+            scratch_ptr += row * (PEAKS + 2 * CANDIDATES)
+            key_ptr = scratch_ptr + PEAKS
+            id_ptr = key_ptr + CANDIDATES
+            border = float("-inf")
+            tie = V
+            found = CANDIDATES + 1
             if asks_for_filter(temperature, bound, last_tie, drop, V):
-                scratch_ptr += row * (PEAKS + 2 * CANDIDATES)
-                key_ptr = scratch_ptr + PEAKS
-                id_ptr = key_ptr + CANDIDATES
                 count = tiles * (TILE // UNDER)
                 border, tie, found = border_of_row(
                     row_ptr, peaks_ptr + row * count, scratch_ptr, V, count, top, total, scale,
                     bound, last_tie, drop, PEAKS, UNDER, GROUP, CANDIDATES, FEW, CANDIDATES,
                 )  # fmt: skip
-                if found <= FEW:
-                    token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, FEW)
-                elif found <= CANDIDATES:
-                    token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, CANDIDATES)
-                else:
-                    token, total = _draw_from_row(row_ptr, V, top, scale, border, tie, u, TILES, TILE)
+                if found > CANDIDATES:
+                    sums = _sums_of_row(row_ptr, V, top, scale, border, tie, TILES, TILE)
+                    total = tl.sum(sums, axis=0)
+            if found <= FEW:
+                token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, FEW)
+            elif found <= CANDIDATES:
+                token, total = _draw_from_candidates(key_ptr, id_ptr, found, top, scale, border, tie, u, CANDIDATES)
             else:
-                token = _draw_from_tiles(row_ptr, sums, tile, top, scale, 0.0, 0, u, V, False, TILE)
+                token = _draw_from_tiles(row_ptr, sums, tile, top, scale, border, tie, u, V, True, TILE)
         else:
             token = _draw_from_tiles(row_ptr, sums, tile, top, scale, bound, last_tie, u, V, FILTER, TILE)
     elif bad == 0:

@@ -308,8 +308,13 @@ def _over_row(
     row_ptr, key_ptr, id_ptr, V, low, high, top, top_k, top_p, total, scale, limited,
     CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The border (key, last tie) by passes over the whole row."""
-    last_tie = V - 1
+    """Pass over the whole row: (low, high, mass at or above high, mass in all, held).
+
+    Without top-p, low is the border. With it, the border lies in [low, high), whose tokens are in scratch if no more
+    than CANDIDATES are held; else low is the border, and only some of its equals are kept.
+    """
+    above = 0.0
+    held = CANDIDATES + 1
     if top_k > 0:
         least = tl.zeros_like(low) + KEY_OF_NOTHING
         low = tl.maximum(low, _kth_of_row(row_ptr, V, least, high, top_k.to(tl.float32), BLOCK))
@@ -319,23 +324,13 @@ def _over_row(
         target = top_p * total
         # Tokens that together weigh less than 1 - p are never needed; half, as a margin for rounding.
         low = tl.maximum(low, ordered_key(top + tl.log(total * (1 - top_p) / V * 0.5) / scale))
-        above = 0.0
-        found = CANDIDATES + 1
         passes = 0
-        while (found > CANDIDATES) & ((low & high) + ((low ^ high) >> 1) > low):  # more than one key between them
+        while (held > CANDIDATES) & ((low & high) + ((low ^ high) >> 1) > low):  # more than one key between them
             low, high, above = _narrow(row_ptr, V, low, high, above, target, top, scale, passes < BY_VALUE, BLOCK // 2)
             passes += 1
             if passes > 2:
-                found = _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES, BLOCK)
-        if found <= CANDIDATES:
-            low, place = _among_many(
-                key_ptr, found, low, high, top, top_k * 0, top_p, above, total, scale, False, CANDIDATES
-            )  # fmt: skip
-            last_tie = tl.load(id_ptr + place)
-        else:  # equals, and more of them than fit
-            ties = tl.ceil((target - above) / tl.exp((value_of(low) - top) * scale))
-            last_tie = _nth_equal(row_ptr, V, low, tl.maximum(tl.minimum(ties, V), 1).to(tl.int32), BLOCK)
-    return low, last_tie
+                held = _copy_between(row_ptr, key_ptr, id_ptr, V, low, high, CANDIDATES, BLOCK)
+    return low, high, above, total, held
 
 
 @triton.jit
@@ -372,18 +367,29 @@ def border_of_row(
         found = copy_candidates(
             row_ptr, keys, scratch_ptr, key_ptr, id_ptr, V, bound, PEAKS, UNDER, GROUP, CANDIDATES
         )  # fmt: skip
+    last_tie = V - 1
     if found <= FEW:
         low, place = _among_few(key_ptr, found, bound, top, top_k, top_p, total, scale, limited, FEW)
         last_tie = tl.load(id_ptr + place)
-    elif found <= CANDIDATES:
-        low, place = _among_many(
-            key_ptr, found, bound, high, top, top_k, top_p, 0.0, total, scale, limited, CANDIDATES
-        )  # fmt: skip
-        last_tie = tl.load(id_ptr + place)
     else:
-        low, last_tie = _over_row(
-            row_ptr, key_ptr, id_ptr, V, low, high, top, top_k, top_p, total, scale, limited, CANDIDATES, BLOCK
-        )  # fmt: skip
+        low = tl.where(found <= CANDIDATES, bound, low)
+        above = 0.0
+        held = found
+        cut = top_k  # what is left to be cut by count
+        if found > CANDIDATES:
+            low, high, above, total, held = _over_row(
+                row_ptr, key_ptr, id_ptr, V, low, high, top, top_k, top_p, total, scale, limited, CANDIDATES, BLOCK
+            )  # fmt: skip
+            cut = top_k * 0
+            limited = False
+        if held <= CANDIDATES:
+            low, place = _among_many(
+                key_ptr, held, low, high, top, cut, top_p, above, total, scale, limited, CANDIDATES
+            )  # fmt: skip
+            last_tie = tl.load(id_ptr + place)
+        elif top_p < 1:  # equals, and more of them than fit
+            ties = tl.ceil((top_p * total - above) / tl.exp((value_of(low) - top) * scale))
+            last_tie = _nth_equal(row_ptr, V, low, tl.maximum(tl.minimum(ties, V), 1).to(tl.int32), BLOCK)
     if (top_k > found) & (found <= CANDIDATES) & (top_p >= 1) & (drop == float("-inf")):
         low = tl.zeros_like(low) + KEY_OF_NOTHING  # every possible token was found, and all are kept
         last_tie = V - 1
