@@ -1,8 +1,8 @@
 """Weights made of noise, for measuring a model whose files one does not have.
 
 Numbers are drawn once and repeated from a different place for each tensor, so that filling a large model costs memory
-bandwidth, not random numbers. They are the same for the same seed and name, on every machine. Matrices keep the size
-of what they multiply and norms scatter around one, so logits stay finite at any depth.
+bandwidth of the device that it is on, not random numbers. They are the same for the same seed and name, on every
+machine. Matrices keep the size of what they multiply and norms scatter around one, so logits stay finite at any depth.
 
 Before: load.py, which asks for every tensor that the model wants.  After: load.py fills them in.
 """
@@ -29,9 +29,9 @@ def pool(seed: int) -> Tensor:
 
 
 @cache
-def scaled(seed: int, mean: float, spread: float, dtype: torch.dtype) -> Tensor:
+def scaled(seed: int, mean: float, spread: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the pool twice in a row, as numbers of this mean and spread; a model of experts asks 10,000 times."""
-    return (pool(seed) * spread + mean).to(dtype).repeat(2)
+    return (pool(seed) * spread + mean).to(dtype).repeat(2).to(device)
 
 
 @frozen(eq=False)
@@ -41,6 +41,7 @@ class Noise:
     name: str
     shape: tuple[int, ...]
     seed: int
+    device: torch.device
     mean: float = 0.0
     spread: float = 0.02
     qtype: str | None = None
@@ -53,7 +54,7 @@ class Noise:
         """Return the numbers; see Stored."""
         count = prod(self.shape)
         start = zlib.crc32(self.name.encode()) % POOL
-        numbers = scaled(self.seed, self.mean, self.spread, dtype)[start : start + POOL]
+        numbers = scaled(self.seed, self.mean, self.spread, dtype, self.device)[start : start + POOL]
         return (numbers if count <= POOL else numbers.repeat(-(-count // POOL)))[:count].view(self.shape)
 
     def blocks(self) -> Tensor:
@@ -61,8 +62,8 @@ class Noise:
         raise CheckpointError(f"{self.name}: noise has no GGUF blocks.")
 
 
-def noise(name: str, shape: tuple[int, ...], seed: int, neutral: float | None) -> Noise:
+def noise(name: str, shape: tuple[int, ...], seed: int, neutral: float | None, device: torch.device) -> Noise:
     """Return a tensor of sane scale. Args: neutral: centre of a norm's weight; None for matrices and biases."""
     if neutral is not None:
-        return Noise(name, shape, seed, mean=neutral, spread=0.1)
-    return Noise(name, shape, seed, spread=shape[-1] ** -0.5 if len(shape) > 1 else 0.02)
+        return Noise(name, shape, seed, device, mean=neutral, spread=0.1)
+    return Noise(name, shape, seed, device, spread=shape[-1] ** -0.5 if len(shape) > 1 else 0.02)

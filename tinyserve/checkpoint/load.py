@@ -2,7 +2,8 @@
 
 Strict both ways: every part of every layer is filled, and every tensor of the checkpoint is read. What does not fit is
 found before the first byte is read, and all of it stands in one error. A tensor goes from the mapped file straight into
-its rows of a parameter, so beside the model itself memory is needed for a few tensors only.
+its rows of a parameter, so beside the model itself memory is needed for a few tensors only. On its way to a GPU it
+passes pinned memory (lanes.py).
 
 Before: table.py (which tensor where); safetensors.py, gguf_names.py, dummy.py (what there is).
 After: models/registry.py.
@@ -10,8 +11,10 @@ After: models/registry.py.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +32,11 @@ from ..quant.cpu import is_exact
 from ..quant.cpu_dense import dense_dtype
 from ..quant.format import Stored, WeightFormat
 from ..quant.plain import Plain
-from .dummy import noise
+from .dummy import noise, scaled
+from .lanes import Carried, Lanes
 from .table import Piece, Row, Weights, find, pieces, sources
 
+log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; may be called from any thread, one call at a time
 ChooseFormat = Callable[[str, Linear, tuple[Stored, ...]], WeightFormat]  # path, layer, the weight of each part
 SHOWN = 8  # names in an error
@@ -204,7 +209,10 @@ def load(
         if id(target) not in shared:
             target.allocate(dtype, device)
     place = {id(stored): number for number, stored in enumerate(tensors.values())}
-    run(sorted(plan.jobs, key=lambda job: place[id(origin(job.stored))]), progress)
+    began = time.perf_counter()
+    run(sorted(plan.jobs, key=lambda job: place[id(origin(job.stored))]), progress, device)
+    seconds, size = time.perf_counter() - began, sum(job.stored.nbytes for job in plan.jobs) / 1e9
+    log.info("weights: %.2f GB read in %.2f s, %.1f GB/s", size, seconds, size / seconds)
     for head, owner in plan.shared:
         head.share(owner.weight)
 
@@ -238,22 +246,24 @@ def load_dummy(
         neutral = getattr(target, "neutral", None)
         for part in range(len(target.parts)):
             for name in target.names:
-                stored = noise(f"{path}.{name}.{part}", target.shape(name, part), seed, neutral)
+                stored = noise(f"{path}.{name}.{part}", target.shape(name, part), seed, neutral, device)
                 jobs.append(Job(target, name, part, stored))
-    run(jobs, None)
+    run(jobs, None, device)
+    scaled.cache_clear()
     for head, owner in tied.items():
         modules[head].share(modules[owner].weight)
 
 
-def run(jobs: list[Job], progress: Progress | None) -> None:
+def run(jobs: list[Job], progress: Progress | None, device: torch.device) -> None:
     """Read every tensor, in the order of the files, and finish each layer as soon as its last one is there."""
+    lanes = None if device.type in ("cpu", "meta") else Lanes(device)
     left = Counter(id(job.target) for job in jobs)
     total, done = sum(job.stored.nbytes for job in jobs), 0
     lock = threading.Lock()
 
     def one(job: Job) -> None:
         nonlocal done
-        job.target.load(job.name, job.part, job.stored)
+        job.target.load(job.name, job.part, job.stored if lanes is None else Carried(job.stored, lanes))
         with lock:
             left[id(job.target)] -= 1
             last = not left[id(job.target)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.embedding import embed
-from ..quant.format import Stored
+from ..quant.format import Stored, place
 
 
 class Embedding(nn.Module):
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
     def load(self, name: str, part: int, stored: Stored) -> None:
         """Fill the table."""
-        self.weight.copy_(stored.read(self.weight.dtype))
+        place(self.weight, stored)
 
     def finish(self) -> None:
         """Nothing to pack."""

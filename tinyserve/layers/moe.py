@@ -23,7 +23,7 @@ from ..kernels.moe_align import moe_align
 from ..kernels.moe_decode import MOST_SLOTS, moe_decode_down, moe_decode_gate_up
 from ..kernels.moe_gemm import moe_down, moe_gate_up
 from ..kernels.moe_reduce import moe_reduce
-from ..quant.format import Stored
+from ..quant.format import Stored, place
 from .fold import Normed
 from .linear import Linear
 from .mlp import GatedMLP
@@ -75,7 +75,7 @@ class ExpertLinear(nn.Module):
         expert, piece = divmod(part, len(self.pieces))
         start = sum(self.pieces[:piece])
         tensor = getattr(self, name)
-        tensor[expert, start : start + self.pieces[piece]].copy_(stored.read(tensor.dtype))
+        place(tensor[expert, start : start + self.pieces[piece]], stored)
 
     def finish(self) -> None:
         """Nothing to pack."""

@@ -57,6 +57,15 @@ class Stored(Protocol):
         ...
 
 
+def place(into: Tensor, stored: Stored) -> None:
+    """Copy a stored tensor where it belongs, casting on the way; in a lane, if the loader lent one (lanes.py)."""
+    carry = getattr(stored, "carry_to", None)
+    if carry is None:
+        into.copy_(stored.read(into.dtype))
+    else:
+        carry(into)
+
+
 class Fused(Protocol):
     """What a format may know of the linear layer that it serves (layers/linear.py::Linear has all of this).
 

@@ -26,7 +26,7 @@ from ..kernels.gemv import gemv
 from ..kernels.launch import choose, use_kernel
 from ..kernels.norm import rms_norm
 from ..kernels.skinny_gemm import skinny_gemm
-from .format import Fused, Stored
+from .format import Fused, Stored, place
 
 
 class Plain:
@@ -53,7 +53,7 @@ class Plain:
 
     def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
         """Copy one tensor into its rows, casting on the way."""
-        layer.weight[layer.rows(part)].copy_(stored.read(layer.dtype))
+        place(layer.weight[layer.rows(part)], stored)
 
     def finish(self, layer: Fused) -> None:
         """Nothing to pack."""
