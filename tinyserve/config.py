@@ -341,6 +341,11 @@ def prepare_cpu_environment(cpu_threads: int | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
 
 
+def without_threads() -> dict[str, str]:
+    """The environment for a process that is to be forked, whose libraries must start no threads of their own."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
 def usable_cores() -> int:
     """Cores that this process may use: those it is bound to, and no more than its container's quota, rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -352,8 +357,10 @@ def usable_cores() -> int:
 
 
 def c_compiler() -> str | None:
-    """The C compiler that Triton takes for the launchers of its kernels: $CC, else the usual ones."""
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    """The C compiler that Triton takes for the launchers of its kernels: $CC, else the usual ones; None: not there."""
+    if asked := os.environ.get("CC"):
+        return shutil.which(asked)
+    return shutil.which("gcc") or shutil.which("clang")
 
 
 def client_api_key() -> str | None:

@@ -10,8 +10,8 @@ from tests.real_models import smollm2
 from tests.scripted import FlatModel, ScriptModel
 from tinyserve.config import build
 from tinyserve.device import Device
-from tinyserve.engine.assemble import _check_compiler
 from tinyserve.engine.engine import Engine
+from tinyserve.engine.parts import check_compiler
 from tinyserve.errors import ConfigError, NumericsError
 from tinyserve.request import FinishReason, SamplingParams
 
@@ -31,10 +31,14 @@ def test_a_gpu_without_a_c_compiler_is_one_line(monkeypatch):
     """Triton's own error for it comes from the first launch, twenty lines deep."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    _check_compiler(Device("cpu"))
+    check_compiler(Device("cpu"))
 
     with pytest.raises(ConfigError, match="Install gcc or clang, or set CC"):
-        _check_compiler(Device("cuda"))
+        check_compiler(Device("cuda"))
+
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(ConfigError, match="Install gcc or clang, or set CC"):
+        check_compiler(Device("cuda"))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

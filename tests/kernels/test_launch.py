@@ -1,6 +1,7 @@
 """The choice of block sizes, and the harness that stands behind the other tests of this folder."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -179,3 +180,58 @@ def test_noted_launches_are_compiled_together():
             _fill_kernel.device_caches.clear()
 
     assert more == []
+
+
+class _Promise:
+    """What Triton 3.6 gives for a kernel under way: it can be waited for, and passes no attribute on."""
+
+    __slots__ = ("_promise",)
+
+    def __init__(self, promise):
+        self._promise = promise
+
+    def result(self):
+        return self._promise.result()
+
+
+class _Mode(triton.AsyncCompileMode):
+    def submit(self, *args):
+        return _Promise(super().submit(*args))
+
+
+class _LoadDriver(CompileDriver):
+    """Notes the threads on which kernels are loaded."""
+
+    def __init__(self, target):
+        super().__init__(target)
+        self.utils, self.loaded = self, []
+
+    def launcher_cls(self, source, metadata):
+        return "launcher"
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 227 * 1024}
+
+    def load_binary(self, name, *args):
+        self.loaded.append((name, threading.get_ident()))
+        return "module", "function", 32, 0, 1024
+
+
+@compiles
+def test_kernels_compiled_together_are_loaded_by_threads_that_have_the_device():
+    """Two variants, two loads. Breaks where a promise is taken for the kernel: 0 loads and an AttributeError."""
+    out, selected = torch.empty(128, device="meta"), []
+    stand_in = _LoadDriver(TARGETS["sm_90"].gpu)
+
+    with replaced(driver, _active=stand_in), replaced(triton, AsyncCompileMode=_Mode):
+        _fill_kernel.device_caches.clear()
+        try:
+            with launch.noting() as variants:
+                for size in (64, 128):
+                    _fill_kernel.warmup(out, 1.0, BLOCK=size, grid=(1,))
+            launch.compile_together(variants, 2, lambda: selected.append(threading.get_ident()))
+        finally:
+            _fill_kernel.device_caches.clear()
+
+    assert [name for name, _ in stand_in.loaded] == ["_fill_kernel"] * 2
+    assert {thread for _, thread in stand_in.loaded} <= set(selected) - {threading.get_ident()}

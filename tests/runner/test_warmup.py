@@ -23,7 +23,7 @@ from tinyserve.kv.storage import allocate
 from tinyserve.models.registry import load_model
 from tinyserve.runner.graphs import Eager, Wanted
 from tinyserve.runner.runner import Limits, Runner
-from tinyserve.runner.warmup import every_step
+from tinyserve.runner.warmup import _all_kinds, every_step, rehearse
 from tinyserve.sampling.sampler import Sampler
 from tinyserve.step import RowParams, SeqSlice, SlotOpening, StepInput
 
@@ -72,8 +72,8 @@ def h200():
         yield
 
 
-def make(folder, family, graphs):
-    shape = SHAPE | FAMILIES[family] | {"num_hidden_layers": 1, "vocab_size": 5003, "head_dim": 128}
+def make(folder, family, graphs, **changes):
+    shape = SHAPE | FAMILIES[family] | {"num_hidden_layers": 1, "vocab_size": 5003, "head_dim": 128} | changes
     (folder / "config.json").write_text(json.dumps(shape))
     source = resolve(str(folder), offline=True, progress=False, load_format="dummy")
     cpu = torch.device("cpu")
@@ -82,7 +82,7 @@ def make(folder, family, graphs):
     groups = group_layers(layers)
     model.bind(groups, allocate(groups, layers, 1, LIMITS.block_size, torch.bfloat16, cpu))
     sampler = Sampler(LIMITS.rows, model.vocab_size, LIMITS.max_model_len, cpu)
-    runner = Runner(model, sampler, LIMITS, Device("cpu"), graphs)
+    runner = Runner(model, sampler, evolve(LIMITS, groups=len(groups)), Device("cpu"), graphs)
     runner._worker = Inline()
     return runner
 
@@ -124,3 +124,20 @@ def test_real_steps_need_no_kernel_that_the_warm_up_did_not_name(h200, tmp_path,
     new = {(variant.kernel.fn.__name__, variant.data) for variant in set(real) - set(warm)}
     assert len(set(warm)) > 30
     assert sorted(name for name, _ in new) == []
+
+
+def test_layers_that_are_alike_name_nothing_new(h200, tmp_path):
+    """Eight layers, the last four with a window: two are left out, and 0 variants are missing."""
+    windows = {"num_hidden_layers": 8, "use_sliding_window": True, "max_window_layers": 4, "sliding_window": 64}
+    runner = make(tmp_path, "qwen3", Eager(), **windows)
+    with launch.noting() as few, runner.model.shortened():
+        assert len(runner.model.layers) == 6
+        rehearse(runner)
+        _all_kinds(runner)
+    with launch.noting() as every:
+        rehearse(runner)
+        _all_kinds(runner)
+    assert len(runner.model.layers) == 8
+    runner.close()
+
+    assert {variant.data for variant in few} == {variant.data for variant in every}

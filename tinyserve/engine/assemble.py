@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, define
 
-from ..config import CacheOptions, EngineConfig, c_compiler
-from ..errors import ConfigError
+from ..config import CacheOptions, EngineConfig, usable_cores
 from .parts import Parts, Phases
 
+if TYPE_CHECKING:
+    from ..runner.foundry import Compilers
+
 _log = logging.getLogger(__name__)
+DEVICE_FILES = {"/dev/nvidiactl": "cuda", "/dev/dxg": "cuda", "/dev/kfd": "hip"}  # file of a driver: Triton's name
+FEWEST_CORES = 4  # with fewer, what the foundry's processes import costs more than they save
 
 
 @define(kw_only=True)
@@ -64,18 +68,34 @@ class Machine:
         gc.collect()
 
 
-def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
+def open_foundry(config: EngineConfig) -> Compilers:
+    """Processes that compile kernels, begun before it is known which: what they import takes as long as here.
+
+    Returns: NoFoundry where there is no GPU that Triton compiles for, or no cores to spare.
+    """
+    from ..runner.foundry import Foundry, NoFoundry
+
+    cores = usable_cores()
+    found = [backend for file, backend in DEVICE_FILES.items() if Path(file).exists()]
+    if config.model.device == "cpu" or not found or cores < FEWEST_CORES:
+        return NoFoundry()
+    return Foundry(cores - 1, found[0])
+
+
+def assemble(config: EngineConfig, parts: Parts, phases: Phases, foundry: Compilers | None = None) -> Machine:
     """Size the cache for the device's memory and build storage, scheduler, sampler and runner.
 
+    Args: foundry: as of `open_foundry`; None: kernels are compiled by threads.
     Raises: ConfigError: the cache cannot hold what is asked.
     """
-    from ..device import Device
-    from ..kv.cache import KVCache
-    from ..kv.groups import group_layers
-    from ..kv.storage import allocate
-    from ..runner.memory import Needs, step_bytes
-    from ..runner.warmup import compile_kernels, graph_bytes, rehearse, warm_up
-    from ..scheduling.scheduler import Scheduler
+    with phases("import"):
+        from ..device import Device
+        from ..kv.cache import KVCache
+        from ..kv.groups import group_layers
+        from ..kv.storage import allocate
+        from ..runner.memory import Needs
+        from ..runner.warmup import warm_up
+        from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
     config = config.resolve(device.kind, device.memory().total_bytes)
@@ -91,11 +111,7 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     needs = Needs()
     if not device.is_cpu:
         parts.model.bind(groups, storage(1))  # every table points at the null block
-        with phases("kernels"):
-            compile_kernels(runner, len(os.sched_getaffinity(0)))
-        with phases("rehearsal"):
-            step = step_bytes(device, lambda: rehearse(runner))
-            needs = Needs(step=step, graphs=graph_bytes(runner))
+        needs = _prepare(runner, phases, foundry)
     with phases("cache"):
         plan = _plan(config, parts, device, dtype, needs)
         parts.model.bind(groups, storage(plan.num_blocks))
@@ -103,16 +119,18 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
         with phases("warm-up and graphs"):
             warm_up(runner)
     _log.info("%s", plan.report())
-    cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
-    words = _words(parts)
-    scheduler = Scheduler(
-        options,
-        cache,
-        max_model_len=plan.max_model_len,
-        slots=runner.limits.rows,
-        constrain=words["grammars"].constrain,
-        make_masks=words["masks"].masks,
-    )
+    with phases("scheduler"):
+        prefixes = config.cache.enable_prefix_caching
+        cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=prefixes)
+        words = _words(parts)
+        scheduler = Scheduler(
+            options,
+            cache,
+            max_model_len=plan.max_model_len,
+            slots=runner.limits.rows,
+            constrain=words["grammars"].constrain,
+            make_masks=words["masks"].masks,
+        )
     return Machine(
         **words,
         scheduler=scheduler,
@@ -126,6 +144,19 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases) -> Machine:
     )
 
 
+def _prepare(runner: Any, phases: Phases, foundry: Compilers | None) -> Any:
+    """Compile the kernels of a runner on a GPU; returns what its steps and graphs need: a runner.memory.Needs."""
+    from ..runner.foundry import NoFoundry
+    from ..runner.memory import Needs, step_bytes
+    from ..runner.warmup import compile_kernels, graph_bytes, rehearse
+
+    with phases("kernels"):
+        compile_kernels(runner, usable_cores(), foundry or NoFoundry())
+    with phases("rehearsal"):
+        step = step_bytes(runner.device, lambda: rehearse(runner))
+        return Needs(step=step, graphs=graph_bytes(runner))
+
+
 def _words(parts: Parts) -> dict[str, Any]:
     """What holds answers to grammars, each with threads of its own: grammars, masks."""
     from ..grammar.compile import THREADS, Grammars
@@ -137,21 +168,12 @@ def _words(parts: Parts) -> dict[str, Any]:
     return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"))}
 
 
-def _check_compiler(device: Any) -> None:
-    """Raises: ConfigError: this is a GPU, and there is no C compiler for Triton's launchers."""
-    if not device.is_cpu and c_compiler() is None:
-        raise ConfigError(
-            "No C compiler was found; Triton needs one to launch kernels on a GPU. Install gcc or clang, or set CC."
-        )
-
-
 def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> Any:
     """The runner. It comes before the cache: its buffers count as taken."""
     from ..runner.graphs import Eager, Recorded, Wanted
     from ..runner.runner import Limits, Runner
     from ..sampling.sampler import Sampler
 
-    _check_compiler(device)
     options, length = config.scheduler, parts.max_model_len
     rows = options.max_num_seqs + options.depth  # a row that ended is held until its last flight has landed
     mode = config.model.logprobs_mode

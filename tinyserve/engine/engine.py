@@ -31,7 +31,7 @@ from ..request import BeamSearchParams, FinishReason, Output, RequestOutputKind,
 from ..step import StepInput
 from ..telemetry import Metrics, NoMetrics
 from .admission import Admission
-from .assemble import Machine, assemble
+from .assemble import Machine, assemble, open_foundry
 from .beam import search
 from .chat import Chat
 from .intake import Call, Intake, Prepared, Rules
@@ -97,10 +97,11 @@ class Engine:
         """
         phases = Phases()
         try:
-            if parts is None:
-                parts = await in_own_thread("load", load_parts, config, phases)
             if machine is None:
-                machine = await in_own_thread("assemble", assemble, config, parts, phases)
+                with contextlib.closing(open_foundry(config)) as foundry:
+                    if parts is None:
+                        parts = await in_own_thread("load", load_parts, config, phases)
+                    machine = await in_own_thread("assemble", assemble, config, parts, phases, foundry)
         except asyncio.CancelledError:
             phases.stop()  # the thread cannot be interrupted, but it looks now and then
             raise

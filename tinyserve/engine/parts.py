@@ -19,7 +19,7 @@ from typing import Any
 
 from attrs import define, field
 
-from ..config import EngineConfig, hub_offline, prepare_cpu_environment
+from ..config import EngineConfig, c_compiler, hub_offline, prepare_cpu_environment
 from ..errors import ConfigError, EngineError, RequestError
 from ..text.parsers.registry import Parsing, choose
 
@@ -99,14 +99,14 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     """
     prepare_cpu_environment(config.runner.cpu_threads)
     with phases("import"):
-        from ..device import Device
         from ..models.config import choose_dtype, promised_length
         from ..models.registry import load_model
         from ..quant.cpu import packed_bytes
         from ..text.generation import GenerationDefaults
         from ..text.tokenizer import Tokenizer
 
-        device = Device.pick(config.model.device, config.runner.cpu_threads)
+    with phases("device"):
+        device = _device(config)
     with phases("files"):
         source = _resolve(config, config.model.model, phases.check)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer, phases.check)
@@ -151,6 +151,25 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         dtype=choose_dtype(dtype, model.config, device.torch),
     )
+
+
+def _device(config: EngineConfig) -> Any:
+    """The device, a GPU with its context made: else that counts for whatever phase touches it first."""
+    from ..device import Device
+
+    device = Device.pick(config.model.device, config.runner.cpu_threads)
+    check_compiler(device)
+    device.synchronize()
+    return device
+
+
+def check_compiler(device: Any) -> None:
+    """Raises: ConfigError: this is a GPU, and there is no C compiler for Triton's launchers."""
+    if not device.is_cpu and c_compiler() is None:
+        raise ConfigError(
+            "No C compiler was found; Triton needs one to launch kernels on a GPU. Install gcc or clang, or set CC to "
+            "the path of one."
+        )
 
 
 def _formats(config: EngineConfig, source: Any, device: Any) -> tuple[str, Any]:

@@ -79,8 +79,10 @@ class Variant:
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Variant]]:
+def noting(tell: Callable[[Variant], None] | None = None) -> Iterator[list[Variant]]:
     """Inside, this thread compiles and launches no kernel; variants that are not compiled are in the list, once.
+
+    Args: tell: called with each of them when it is found.
 
     Steps of zeros run this way name the variants that real steps need; `compile_together` then makes them all at once,
     where one launch after the other would wait for each. Those that are compiled already (by another engine of this
@@ -95,6 +97,8 @@ def noting() -> Iterator[list[Variant]]:
             return bool(before and before(**launch))
         kernel, asked = launch["fn"].jit_function, launch["compile"]
         found.append(Variant(kernel, asked["specialization_data"]))
+        if tell is not None:
+            tell(found[-1])
         compiled = kernel.device_caches[asked["device"]][0]
         compiled[launch["key"]] = "named"  # found quickly when it is asked for again
         stubs.append((compiled, launch["key"]))

@@ -373,15 +373,12 @@ def border_of_row(
         last_tie = tl.load(id_ptr + place)
     else:
         low = tl.where(found <= CANDIDATES, bound, low)
-        above = 0.0
-        held = found
-        cut = top_k  # what is left to be cut by count
+        above, held, cut = 0.0, found, top_k  # cut: what is left to be cut by count
         if found > CANDIDATES:
             low, high, above, total, held = _over_row(
                 row_ptr, key_ptr, id_ptr, V, low, high, top, top_k, top_p, total, scale, limited, CANDIDATES, BLOCK
             )  # fmt: skip
-            cut = top_k * 0
-            limited = False
+            cut, limited = top_k * 0, False
         if held <= CANDIDATES:
             low, place = _among_many(
                 key_ptr, held, low, high, top, cut, top_p, above, total, scale, limited, CANDIDATES

@@ -9,7 +9,8 @@ Before: models/<family>.py builds it, models/registry.py loads it.  After: runne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from ..layers.linear import Linear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rope import Alibi, Rope
 from ..quant.plain import Plain
+from .alike import needed
 from .config import ModelConfig
 
 
@@ -96,6 +98,17 @@ class Decoder(nn.Module):
                 kind = attentions[layer].layer_kv()
                 attentions[layer].bind(LayerCache(layer_view(k, kind), layer_view(v, kind), group.index))
         settle(self)
+
+    @contextlib.contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Inside, `forward` runs no more layers than it takes to launch every kernel that all of them launch."""
+        every = self.layers
+        few = [every[index] for index in needed(every)]
+        try:
+            vars(self)["layers"] = few  # found before the module of that name
+            yield
+        finally:
+            vars(self)["layers"] = every
 
     def make_invariant(self) -> None:
         """From now on a row's numbers have the same bits whatever shares its batch; on a GPU, and slower.

@@ -10,16 +10,19 @@ Before: runner.py.  After: engine/assemble.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from attrs import evolve
 
 from ..kernels.launch import compile_together, noting
 from ..step import RowParams, SeqSlice, SlotOpening, StepInput, StepOutput
 from .batch import Shape
+from .foundry import Compilers
 from .graphs import decode_sizes
 from .runner import Runner
 
@@ -59,20 +62,37 @@ def graph_bytes(runner: Runner) -> int:
     return taken[0] + taken[-1] * runner.graphs.reset() if shapes else 0
 
 
-def compile_kernels(runner: Runner, threads: int) -> int:
-    """Compile what the steps below need, all at once; returns how many variants of kernels there were."""
-    began = time.perf_counter()
-    with noting() as variants:
+def compile_kernels(runner: Runner, threads: int, foundry: Compilers) -> int:
+    """Compile what the steps below need, all at once; returns how many variants of kernels there were.
+
+    Args: threads: of this process, which load kernels, and compile those that the foundry has not.
+    """
+    times = [time.perf_counter()]
+    with noting(foundry.add) as variants, _shortened(runner.model):
         every_step(runner)
-    noted = time.perf_counter()
+    times.append(time.perf_counter())
+    made = foundry.wait()
+    times.append(time.perf_counter())
     count = compile_together(variants, threads, runner.device.select)
-    seconds = noted - began, time.perf_counter() - noted
-    _log.info("kernels: %d variants named in %.1f s, compiled or read from the cache in %.1f s", count, *seconds)
+    times.append(time.perf_counter())
+    seconds = [end - start for start, end in itertools.pairwise(times)]
+    _log.info("kernels: %d variants named in %.2f s, waited for %.2f s, loaded in %.2f s", count, *seconds)
+    if made:
+        longest = ", ".join(f"{name} {spent:.2f}" for name, spent in made[:3])
+        _log.info("kernels: %.1f s in processes of their own; longest: %s", sum(one for _, one in made), longest)
     return count
 
 
+def _shortened(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Where a model can leave out layers that are like others, it does so inside a `with`."""
+    return model.shortened() if hasattr(model, "shortened") else contextlib.nullcontext()
+
+
 def every_step(runner: Runner) -> None:
-    """Launch a step of every kind that a kernel may be chosen by; what they compute is not looked at."""
+    """Launch a step of every kind that a kernel may be chosen by; what they compute is not looked at.
+
+    Those with the kernels that take longest to compile come first: drawing with top-k, top-p and min-p.
+    """
     rehearse(runner)
     _all_kinds(runner)
     decodes = [Shape(size, size, size) for size in decode_sizes(runner.limits.max_seqs)]
@@ -116,10 +136,10 @@ def _all_kinds(runner: Runner) -> None:
     limits = runner.limits
     longest = min(limits.max_tokens, limits.max_model_len - 2)
     crowds = sorted({min(count, limits.max_seqs) for count in (2, 8, 33, 64, 257)})
-    shapes = [([count], (GREEDY,)) for count in (1, 2, 3, 5, 9, 16, 17, 33, 65, 255, longest)]
+    shapes = [([2] * count, (kind,)) for kind in (EDITED, PENALISED) for count in (1, 3, 16)]
+    shapes += [([count], (GREEDY,)) for count in (1, 2, 3, 5, 9, 16, 17, 33, 65, 255, longest)]
     shapes += [([length] * count, (GREEDY,)) for length in (2, 4, 8, 16) for count in crowds]
     shapes += [([1, *rest], (GREEDY,)) for rest in ([2], [15, 16], [17] * 16)]
-    shapes += [([2] * count, (kind,)) for kind in (EDITED, PENALISED) for count in (1, 3, 16)]
     shapes += [([2] * 4, kinds) for kind in REPORTED for kinds in ((kind,), (kind, GREEDY))]
     for counts, kinds in shapes:
         if len(counts) <= limits.max_seqs and sum(counts) <= longest:

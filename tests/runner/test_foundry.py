@@ -1,0 +1,75 @@
+"""runner/foundry.py: kernels compiled by other processes, and what happens when these fail."""
+
+import pytest
+import torch
+import triton
+from triton.runtime import driver
+
+from tests.kernels.harness import TARGETS, CompileDriver, replaced
+from tests.kernels.test_launch import _fill_kernel
+from tinyserve.kernels import launch
+from tinyserve.runner.foundry import Foundry, NoFoundry
+
+pytestmark = pytest.mark.skipif(launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
+
+
+@pytest.fixture
+def named(monkeypatch, tmp_path):
+    """Three variants of a kernel for a GPU that is not here, and an empty cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    out = torch.empty(128, device="meta")
+    with replaced(driver, _active=CompileDriver(TARGETS["sm_90"].gpu)):
+        _fill_kernel.device_caches.clear()
+        with launch.noting() as variants:
+            for size in (32, 64, 128):
+                _fill_kernel.warmup(out, 1.0, BLOCK=size, grid=(1,))
+        yield variants
+        _fill_kernel.device_caches.clear()
+
+
+def compiled_here(variants):
+    """How many of them this process had to compile itself."""
+    hits = []
+    with replaced(triton.knobs.compilation, listener=lambda *, cache_hit, **_: hits.append(cache_hit)):
+        assert launch.compile_together(variants, 2) == len(variants)
+    return hits.count(False)
+
+
+def test_what_a_foundry_has_compiled_is_read_from_the_cache(named):
+    """3 variants on 2 processes, and one that cannot be compiled: none is left for this process."""
+    foundry = Foundry(2)
+    try:
+        foundry.add(launch.Variant(_fill_kernel, "{}"))
+        for variant in named:
+            foundry.add(variant)
+        made = foundry.wait()
+    finally:
+        foundry.close()
+
+    assert [name for name, _ in made] == ["_fill_kernel"] * 4
+    assert compiled_here(named) == 0
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+def test_without_its_processes_a_start_goes_on(named, dies, caplog):
+    """Breaks by waiting for ever. All 3 variants are compiled here."""
+    foundry = Foundry(1)
+    for part in (0, 1):
+        if part == (dies == "after"):
+            foundry._process.kill()
+            foundry._process.wait()
+        for variant in named[2 * part : 2 * part + 2]:
+            foundry.add(variant)
+    assert foundry.wait() == []
+    foundry.close()
+
+    assert "3 kernels were not compiled ahead" in caplog.text
+    assert compiled_here(named) == 3
+
+
+def test_no_foundry_leaves_everything_to_others(named):
+    nobody = NoFoundry()
+    nobody.add(named[0])
+
+    assert nobody.wait() == []
+    nobody.close()
