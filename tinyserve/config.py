@@ -341,9 +341,9 @@ def prepare_cpu_environment(cpu_threads: int | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
 
 
-def without_threads() -> dict[str, str]:
-    """The environment for a process that is to be forked, whose libraries must start no threads of their own."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+def environment(**values: str) -> dict[str, str]:
+    """The environment for another process: this one's, and these values."""
+    return {**os.environ, **values}
 
 
 def usable_cores() -> int:

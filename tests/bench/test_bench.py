@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 from attrs import frozen
 
+import tinyserve
 from tests.engine.test_device_graphs import FAMILIES, SHAPE
 from tinyserve.__main__ import main
 from tinyserve.bench.command import figures
@@ -94,6 +97,23 @@ def test_latency_of_a_model_of_noise(tmp_path, capsys):
 
     assert code == 0
     assert "requests_s" in capsys.readouterr().out
+
+
+def test_a_start_is_a_process_of_its_own(tmp_path, monkeypatch, capfd):
+    """One run, with an empty cache of kernels: Python first, then the engine, then a token."""
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 4, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES["llama"] | small))
+    file = tmp_path / "out.json"
+    options = ["--load-format", "dummy", "--device", "cpu", "--runs", "1", "--cold", "--output-json", str(file)]
+    monkeypatch.setenv("PYTHONPATH", str(Path(tinyserve.__file__).parent.parent))
+
+    assert main(["bench", "startup", str(tmp_path), *options]) == 0
+
+    found = json.loads(file.read_text())
+    assert 0 < found["engine_begins_s"]["p50"] < found["ready_s"]["p50"] < found["first_token_s"]["p50"]
+    assert found["each_s"] == [pytest.approx(found["first_token_s"]["p50"], abs=0.01)]
+    phases, total = re.search(r"together ([\d.]+) of ([\d.]+) s", capfd.readouterr().err).groups()
+    assert float(phases) >= 0.95 * float(total)
 
 
 @pytest.mark.parametrize(

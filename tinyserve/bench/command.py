@@ -2,7 +2,7 @@
 
     python -m tinyserve bench latency MODEL --batch-size 8 --input-len 128 --output-len 128
     python -m tinyserve bench throughput MODEL --num-prompts 256 --input-len 512 --output-len 256
-    python -m tinyserve bench startup MODEL --runs 3           from the command to the first token, a process a run
+    python -m tinyserve bench startup MODEL --runs 3 --cold    from the command to the first token, a process a run
 
 All options of `tinyserve serve` are understood besides. Prompts are random ids of a length, or of a range of lengths
 (100:1024), the same in every run, or those of a JSONL file; prefix caching is off unless it is asked for.
@@ -18,6 +18,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 from attrs import evolve
 
-from ..config import EngineConfig
+from ..config import EngineConfig, environment
 from ..errors import ConfigError
 from .figures import percentiles
 from .measure import Measured, Work, measure
@@ -39,6 +40,7 @@ def arguments(kind: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[
     parser = argparse.ArgumentParser(prog=f"tinyserve bench {kind}", allow_abbrev=False, exit_on_error=False)
     if kind == "startup":
         parser.add_argument("--runs", type=int, default=3, help="processes, one after the other")
+        parser.add_argument("--cold", action="store_true", help="each with an empty cache of kernels")
     else:
         _of_work(parser, many=kind == "throughput")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="for the figures")
@@ -111,26 +113,42 @@ def figures(kind: str, runs: Sequence[Measured]) -> dict[str, Any]:
 
 
 def startup(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Seconds from the command to the first token, a new process each time. Raises: ConfigError: one failed."""
+    """Seconds from the command to the first token, a new process each time. Raises: ConfigError: one failed.
+
+    Returns: besides, when the engine began (Python and its imports come before) and when it was ready.
+    """
     found = []
     for _ in range(max(options.runs, 1)):
-        began = time.monotonic()
-        command = [sys.executable, "-m", "tinyserve", "bench", "first-token", *argv]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        lines = [line for line in child.stdout if line.startswith(FIRST)]
-        if child.wait() or not lines:
-            raise ConfigError("the engine did not start; its own message stands above.")
-        found.append(float(lines[-1].split()[-1]) - began)
-    return {"runs": len(found), "first_token_s": percentiles(found), "each_s": [round(one, 2) for one in found]}
+        with tempfile.TemporaryDirectory() as empty:
+            variables = environment(TRITON_CACHE_DIR=empty) if options.cold else None
+            began = time.monotonic()
+            command = [sys.executable, "-m", "tinyserve", "bench", "first-token", *argv]
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+            lines = [line for line in child.stdout if line.startswith(FIRST)]
+            if child.wait() or not lines:
+                raise ConfigError("the engine did not start; its own message stands above.")
+            found.append([float(one) - began for one in lines[-1].removeprefix(FIRST).split()])
+    begins, ready, first = zip(*found, strict=True)
+    return {
+        "runs": len(found),
+        "kernel_cache": "empty" if options.cold else "as it was",
+        "engine_begins_s": percentiles(begins),
+        "ready_s": percentiles(ready),
+        "first_token_s": percentiles(first),
+        "each_s": [round(one, 2) for one in first],
+    }
 
 
 async def first_token(config: EngineConfig) -> None:
-    """Start, make one token, and say when on the machine's monotonic clock, which all processes share."""
+    """Start, make one token, and say when each was, on the machine's monotonic clock, which all processes share."""
     from ..engine.engine import Engine
 
+    times = [time.monotonic()]
     engine = await Engine.start(config)
+    times.append(time.monotonic())
     await measure(engine, Work(prompts=[[1] * 16], outputs=[1]))
-    print(FIRST, time.monotonic(), flush=True)
+    times.append(time.monotonic())
+    print(FIRST, *times, flush=True)
     await engine.close()
 
 

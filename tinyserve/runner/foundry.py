@@ -32,13 +32,14 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..config import without_threads
+from ..config import environment
 
 if TYPE_CHECKING:
     from ..kernels.launch import Variant
 
 _log = logging.getLogger(__name__)
 LONGEST = 1 << 17  # bytes of a message: a variant's description is 2 to 4 KB
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # it is to be forked
 BACKENDS = {"cuda": "nvidia", "hip": "amd"}  # how Triton calls a device, and the code that serves it
 
 
@@ -92,7 +93,7 @@ class Foundry:
         with theirs:
             command = [sys.executable, "-c", f"{call}; serve({theirs.fileno()}, {workers}, {backend!r})"]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=without_threads(), process_group=0,
+                command, pass_fds=[theirs.fileno()], env=environment(**ONE_THREAD), process_group=0,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
 
