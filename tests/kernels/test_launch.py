@@ -172,7 +172,10 @@ def test_noted_launches_are_compiled_together():
         try:
             with launch.noting() as variants:
                 assert not any(isinstance(kernel, CompiledKernel) for kernel in launches())
-            assert launch.compile_together(variants, threads=2) == 2
+            loading = launch.Loading(threads=2)
+            for variant in variants * 2:
+                loading.add(variant)
+            assert loading.finish() == 2
             with launch.noting() as more:
                 assert all(isinstance(kernel, CompiledKernel) for kernel in launches())
                 _fill_kernel[(1,)](out, 1.0, BLOCK=64)
@@ -219,7 +222,7 @@ class _LoadDriver(CompileDriver):
 
 @compiles
 def test_kernels_compiled_together_are_loaded_by_threads_that_have_the_device():
-    """Two variants, two loads. Breaks where a promise is taken for the kernel: 0 loads and an AttributeError."""
+    """Two variants, two loads. Breaks where a promise of Triton is taken for the kernel: an AttributeError, 0 loads."""
     out, selected = torch.empty(128, device="meta"), []
     stand_in = _LoadDriver(TARGETS["sm_90"].gpu)
 
@@ -229,7 +232,10 @@ def test_kernels_compiled_together_are_loaded_by_threads_that_have_the_device():
             with launch.noting() as variants:
                 for size in (64, 128):
                     _fill_kernel.warmup(out, 1.0, BLOCK=size, grid=(1,))
-            launch.compile_together(variants, 2, lambda: selected.append(threading.get_ident()))
+            loading = launch.Loading(2, lambda: selected.append(threading.get_ident()))
+            for variant in variants:
+                loading.add(variant)
+            loading.finish()
         finally:
             _fill_kernel.device_caches.clear()
 

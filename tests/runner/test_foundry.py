@@ -31,22 +31,26 @@ def compiled_here(variants):
     """How many of them this process had to compile itself."""
     hits = []
     with replaced(triton.knobs.compilation, listener=lambda *, cache_hit, **_: hits.append(cache_hit)):
-        assert launch.compile_together(variants, 2) == len(variants)
+        loading = launch.Loading(2)
+        for variant in variants:
+            loading.add(variant)
+        assert loading.finish() == len(variants)
     return hits.count(False)
 
 
 def test_what_a_foundry_has_compiled_is_read_from_the_cache(named):
     """3 variants on 2 processes, and one that cannot be compiled: none is left for this process."""
-    foundry = Foundry(2)
+    foundry, done = Foundry(2), []
     try:
         foundry.add(launch.Variant(_fill_kernel, "{}"))
         for variant in named:
             foundry.add(variant)
-        made = foundry.wait()
+        made = foundry.wait(done.append)
     finally:
         foundry.close()
 
     assert [name for name, _ in made] == ["_fill_kernel"] * 4
+    assert set(named) < set(done)
     assert compiled_here(named) == 0
 
 
@@ -60,7 +64,7 @@ def test_without_its_processes_a_start_goes_on(named, dies, caplog):
             foundry._process.wait()
         for variant in named[2 * part : 2 * part + 2]:
             foundry.add(variant)
-    assert foundry.wait() == []
+    assert foundry.wait(lambda variant: None) == []
     foundry.close()
 
     assert "3 kernels were not compiled ahead" in caplog.text
@@ -71,5 +75,5 @@ def test_no_foundry_leaves_everything_to_others(named):
     nobody = NoFoundry()
     nobody.add(named[0])
 
-    assert nobody.wait() == []
+    assert nobody.wait(lambda variant: None) == []
     nobody.close()

@@ -79,7 +79,7 @@ def open_foundry(config: EngineConfig) -> Compilers:
     found = [backend for file, backend in DEVICE_FILES.items() if Path(file).exists()]
     if config.model.device == "cpu" or not found or cores < FEWEST_CORES:
         return NoFoundry()
-    return Foundry(cores - 1, found[0])
+    return Foundry(max(cores * 2 // 3, 1), found[0])  # two of three: cores are threads of fewer, and one kernel is long
 
 
 def assemble(config: EngineConfig, parts: Parts, phases: Phases, foundry: Compilers | None = None) -> Machine:

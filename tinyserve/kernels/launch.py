@@ -23,8 +23,8 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,8 @@ def noting(tell: Callable[[Variant], None] | None = None) -> Iterator[list[Varia
 
     Args: tell: called with each of them when it is found.
 
-    Steps of zeros run this way name the variants that real steps need; `compile_together` then makes them all at once,
-    where one launch after the other would wait for each. Those that are compiled already (by another engine of this
+    Steps of zeros run this way name the variants that real steps need; a `Loading` then makes them all at once, where
+    one launch after the other would wait for each. Those that are compiled already (by another engine of this
     process) are left out too: what they would read, others have not written.
     """
     found: list[Variant] = []
@@ -120,21 +120,35 @@ def noting(tell: Callable[[Variant], None] | None = None) -> Iterator[list[Varia
                 del compiled[key]
 
 
-def compile_together(variants: Iterable[Variant], threads: int, select: Callable[[], None] | None = None) -> int:
-    """Compile variants on so many threads, or read them from Triton's cache on disk.
+class Loading:
+    """Threads that compile variants, or read them from Triton's cache on disk, and load them on a device.
 
-    Args: select: makes the device that of a thread; the kernels are then loaded on it too, for which Triton builds a
-        little module in C for every signature. None: that is left to the first launch.
-    Returns: how many variants there were.
+    Args:
+        threads: how many.
+        select: makes the device that of a thread. None: loading is left to the first launch.
     """
-    distinct = dict.fromkeys(variants)
-    with ThreadPoolExecutor(threads, "compile", select) as pool:
-        with triton.AsyncCompileMode(pool):
-            promises = [variant.kernel.preload(variant.data) for variant in distinct]
-        if select is not None:
-            for _ in pool.map(lambda promise: promise.result().run, promises):  # Triton loads when `run` is read
-                pass
-    return len(distinct)
+
+    def __init__(self, threads: int, select: Callable[[], None] | None = None) -> None:
+        self._pool = ThreadPoolExecutor(threads, "compile", select)
+        self._load = select is not None
+        self._jobs: dict[Variant, Future[None]] = {}
+
+    def add(self, variant: Variant) -> None:
+        """Begin with a variant, unless it has been added before."""
+        if variant not in self._jobs:
+            self._jobs[variant] = self._pool.submit(self._make, variant)
+
+    def finish(self) -> int:
+        """Wait for all; returns how many there were. Raises: what is wrong with a kernel, or its compiler."""
+        with self._pool:
+            for job in self._jobs.values():
+                job.result()
+        return len(self._jobs)
+
+    def _make(self, variant: Variant) -> None:
+        kernel = variant.kernel.preload(variant.data)
+        if self._load:
+            kernel.run  # noqa: B018  where Triton loads it, with a little module in C for its signature
 
 
 def cdiv(count: int, size: int) -> int:

@@ -7,9 +7,10 @@ Half of a compilation is Python and holds the interpreter, so threads that compi
     add(variant) ------ socket ------ fork, fork, fork, ... ------>  compile, build the launcher
     wait()       <-------------------------------------------------  "done", and all of it is in Triton's cache on disk
 
-None of these processes ever opens a device: a stand-in tells Triton which one to compile for. They are forked from a
-fresh process without threads, not from this one, which has many. Nothing depends on their success: what they leave out
-is compiled by this process, which then also raises what is wrong with it.
+None of these processes ever opens a device: a stand-in tells Triton which one to compile for. Nor do they need torch,
+whose import takes as long as half of the compiling: another stand-in is there for the annotations that mention it. They
+are forked from a fresh process without threads, not from this one, which has many. Nothing depends on their success:
+what they leave out is compiled by this process, which then also raises what is wrong with it.
 
 Before: kernels/launch.py (which variants).  After: warmup.py; engine/assemble.py opens one early in a start.
 """
@@ -29,7 +30,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import environment
@@ -50,8 +53,11 @@ class Compilers(Protocol):
         """Have a variant compiled; returns at once."""
         ...
 
-    def wait(self) -> list[tuple[str, float]]:
-        """Wait until all that was added is done. Returns: the name and seconds of each, the longest first."""
+    def wait(self, done: Callable[[Variant], None]) -> list[tuple[str, float]]:
+        """Wait until all that was added is done, and tell of each that is; more may be added afterwards.
+
+        Returns: the name and seconds of each, the longest first.
+        """
         ...
 
     def close(self) -> None:
@@ -65,7 +71,7 @@ class NoFoundry:
     def add(self, variant: Variant) -> None:
         """Nothing."""
 
-    def wait(self) -> list[tuple[str, float]]:
+    def wait(self, done: Callable[[Variant], None]) -> list[tuple[str, float]]:
         """Nothing was added."""
         return []
 
@@ -85,10 +91,9 @@ class Foundry:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.setblocking(False)
         self._waiting: deque[bytes] = deque()  # what the socket does not take yet
-        self._names: list[str] = []
+        self._added: list[Variant] = []
         self._left: set[int] = set()
         self._dead = 0
-        self._done: list[tuple[str, float]] = []
         call = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve"
         with theirs:
             command = [sys.executable, "-c", f"{call}; serve({theirs.fileno()}, {workers}, {backend!r})"]
@@ -102,23 +107,31 @@ class Foundry:
         from triton.runtime import driver
 
         target = driver.active.get_current_target()
-        number, function = len(self._names), variant.kernel.fn
-        self._names.append(function.__name__)
+        number, function = len(self._added), variant.kernel.fn
+        self._added.append(variant)
         self._left.add(number)
         job = [number, function.__module__, function.__name__, variant.data]
         self._waiting.append(json.dumps([*job, target.backend, target.arch, target.warp_size]).encode())
         self._send()
 
-    def wait(self) -> list[tuple[str, float]]:
-        """Wait until all that was added is done. Returns: the name and seconds of each, the longest first."""
+    def wait(self, done: Callable[[Variant], None]) -> list[tuple[str, float]]:
+        """Wait until all that was added is done, and tell of each that is; see Compilers."""
+        made = []
         while len(self._left) > self._dead:  # a process that died had at most one
             self._send()
             readable, _, _ = select.select([self._link], [self._link] if self._waiting else [], [])
-            if readable and not self._receive():
+            if not readable:
+                continue
+            try:
+                found = self._receive()
+            except EOFError:
                 break
+            if found is not None:
+                made.append((found[0].kernel.fn.__name__, found[1]))
+                done(found[0])
         if self._left:
             _log.warning("%d kernels were not compiled ahead; this process compiles them", len(self._left))
-        return sorted(self._done, key=lambda one: -one[1])
+        return sorted(made, key=lambda one: -one[1])
 
     def close(self) -> None:
         """End the processes; each that still compiles ends when it has."""
@@ -132,25 +145,25 @@ class Foundry:
                 self._link.send(self._waiting[0])
                 self._waiting.popleft()
 
-    def _receive(self) -> bool:
-        """Take what has come; returns whether anybody is still there."""
+    def _receive(self) -> tuple[Variant, float] | None:
+        """Take a message: a variant and its seconds, or None. Raises: EOFError: nobody is there any more."""
         try:
             message = self._link.recv(LONGEST)
         except BlockingIOError:
-            return True
+            return None
         except OSError:
             message = b""
         if not message:
-            return False
+            raise EOFError
         number, seconds, error = json.loads(message)
         if number is None:
             self._dead += 1
-            return True
+            return None
+        variant = self._added[number]
         self._left.discard(number)
-        self._done.append((self._names[number], seconds))
         if error:
-            _log.debug("%s: %s", self._names[number], error)
-        return True
+            _log.debug("%s: %s", variant.kernel.fn.__name__, error)
+        return variant, seconds
 
 
 class StandIn:
@@ -173,19 +186,38 @@ class StandIn:
         return getattr(self._real, name)
 
 
+class Unused(types.ModuleType):
+    """Stands for torch where kernels are compiled and never launched: whatever is asked of it is itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    __or__ = __ror__ = __getitem__ = __call__  # in annotations
+
+
 def serve(link_number: int, workers: int, backend: str) -> None:
     """The foundry's process: import what compiling needs, fork the workers, and tell when one has died."""
     link = socket.socket(fileno=link_number)
+    if backend == "cuda":  # Triton's code for AMD does ask torch
+        sys.modules["torch"] = Unused("torch")
+    cache = importlib.import_module("triton.runtime.cache")
     drivers: list[Any] = []
-    building = threading.Thread(target=_build_driver, args=(backend, drivers))
-    building.start()  # a C compiler works for half a second, while the imports go on
+    threads = [threading.Thread(target=_build_driver, args=(backend, drivers))]  # a C compiler works for half a second
+    if hasattr(cache, "triton_key"):
+        threads.append(threading.Thread(target=cache.triton_key))  # hashes 400 MB, once for all workers
+    for thread in threads:
+        thread.start()
     from .. import kernels
 
     for found in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{found.name}")
-    with contextlib.suppress(ImportError, AttributeError):
-        importlib.import_module("triton.runtime.cache").triton_key()  # hashes 400 MB, once for all workers
-    building.join()
+    for thread in threads:
+        thread.join()
     gc.freeze()
     for _ in range(workers):
         if not os.fork():

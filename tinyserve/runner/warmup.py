@@ -19,7 +19,7 @@ from typing import Any
 
 from attrs import evolve
 
-from ..kernels.launch import compile_together, noting
+from ..kernels.launch import Loading, noting
 from ..step import RowParams, SeqSlice, SlotOpening, StepInput, StepOutput
 from .batch import Shape
 from .foundry import Compilers
@@ -54,10 +54,10 @@ def graph_bytes(runner: Runner) -> int:
     """
     shapes, taken = sorted(runner.graphs.shapes(), key=lambda shape: (shape.seqs, shape.tokens)), []
     for shape in shapes[-1:] + shapes[:1]:
-        runner.device.release_unused()
+        runner.device.release_unused(garbage=False)
         before = runner.device.memory().free_bytes
         runner.record(shape)
-        runner.device.release_unused()
+        runner.device.release_unused(garbage=False)
         taken.append(max(before - runner.device.memory().free_bytes, 0))
     return taken[0] + taken[-1] * runner.graphs.reset() if shapes else 0
 
@@ -71,9 +71,12 @@ def compile_kernels(runner: Runner, threads: int, foundry: Compilers) -> int:
     with noting(foundry.add) as variants, _shortened(runner.model):
         every_step(runner)
     times.append(time.perf_counter())
-    made = foundry.wait()
+    loading = Loading(threads, runner.device.select)
+    made = foundry.wait(loading.add)
     times.append(time.perf_counter())
-    count = compile_together(variants, threads, runner.device.select)
+    for variant in variants:  # those that are left
+        loading.add(variant)
+    count = loading.finish()
     times.append(time.perf_counter())
     seconds = [end - start for start, end in itertools.pairwise(times)]
     _log.info("kernels: %d variants named in %.2f s, waited for %.2f s, loaded in %.2f s", count, *seconds)
