@@ -32,6 +32,25 @@ def _scalar_mask_kernel(out_ptr, enabled_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + index, index, mask=(index < 3) & (tl.load(enabled_ptr) > 0))
 
 
+LIMIT, OTHER = tl.constexpr(3), tl.constexpr(5)
+
+
+@triton.jit
+def _below(index):
+    return index < LIMIT
+
+
+@triton.jit
+def _between(index):
+    return _below(index) & (index > OTHER)
+
+
+@triton.jit
+def _calling_kernel(out_ptr, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(out_ptr + index, index, mask=_between(index))
+
+
 # In a process started with TRITON_INTERPRET=1 every kernel is interpreted always, and none can be compiled.
 compiles = pytest.mark.skipif(launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
 
@@ -241,3 +260,20 @@ def test_kernels_compiled_together_are_loaded_by_threads_that_have_the_device():
 
     assert [name for name, _ in stand_in.loaded] == ["_fill_kernel"] * 2
     assert {thread for _, thread in stand_in.loaded} <= set(selected) - {threading.get_ident()}
+
+
+@compiles
+@pytest.mark.parametrize("first", [None, _below, _between])
+def test_a_kernel_has_one_place_in_the_cache_whatever_was_hashed_before(first):
+    """Breaks where a callee is hashed after its caller: two places, so the second start compiles again."""
+    chain = (_below, _between, _calling_kernel)
+    places = []
+    for begin in (first, _below):
+        for function in chain:
+            function.hash, function.used_global_vals = None, {}
+        if begin is not None:
+            launch.settle_key(begin)
+        launch.settle_key(_calling_kernel)
+        places.append(_calling_kernel.cache_key)
+
+    assert places[0] == places[1]

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ import triton.language as tl
 from attrs import frozen
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
+from triton.runtime.jit import JITCallable
 
 TUNED = Path(__file__).parent / "tuned"
 # Bytes of shared memory for one program on sm_86, sm_89 and sm_120; sm_90 has 227 KiB, AMD's gfx9 and gfx11 64 KiB.
@@ -46,6 +48,7 @@ CPU_RUNS_KERNELS = bool(triton.knobs.runtime.interpret)
 
 # What `choose` found for a shape, with the rows that it looked through: a microsecond instead of one for each row.
 _FOUND: dict[tuple, tuple[list, dict[str, int]]] = {}
+_HASHING = threading.Lock()
 _NOTING = threading.Lock()  # one thread at a time changes Triton's ways
 
 
@@ -96,6 +99,7 @@ def noting(tell: Callable[[Variant], None] | None = None) -> Iterator[list[Varia
         if threading.get_ident() != mine:  # another engine of this process
             return bool(before and before(**launch))
         kernel, asked = launch["fn"].jit_function, launch["compile"]
+        settle_key(kernel)
         found.append(Variant(kernel, asked["specialization_data"]))
         if tell is not None:
             tell(found[-1])
@@ -118,6 +122,30 @@ def noting(tell: Callable[[Variant], None] | None = None) -> Iterator[list[Varia
             runtime.jit_cache_hook, triton.JITFunction.run = before, run
             for compiled, key in stubs:
                 del compiled[key]
+
+
+def settle_key(kernel: Any) -> None:
+    """Have Triton hash what a kernel calls before the kernel itself.
+
+    A kernel's place in the cache on disk follows from constants of the functions that it calls, and Triton leaves out
+    those of functions that it has not hashed yet. So the place depended on the order in which kernels were first seen,
+    and a second start, or another process, compiled some of them again.
+    """
+    with _HASHING:
+        _settle(kernel, set())
+
+
+def _settle(kernel: Any, met: set[int]) -> None:
+    if id(kernel) in met:
+        return
+    met.add(id(kernel))
+    names = kernel.fn.__code__.co_names
+    values = [kernel.__globals__.get(name) for name in names]
+    inside = [getattr(one, name, None) for one in values if isinstance(one, ModuleType) for name in names]
+    for callee in (*values, *inside):
+        if isinstance(callee, JITCallable):
+            _settle(callee, met)
+    _ = kernel.cache_key  # computed when it is read, once
 
 
 class Loading:

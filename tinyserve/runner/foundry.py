@@ -255,8 +255,12 @@ def _compile(module: str, name: str, data: str, backend: str, arch: Any, lanes: 
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from ..kernels.launch import settle_key
+
     if not isinstance(driver._active, StandIn):
         driver.set_active(StandIn(GPUTarget(backend, arch, lanes), real))
-    kernel = getattr(importlib.import_module(module), name).preload(data)
+    kernel = getattr(importlib.import_module(module), name)
+    settle_key(kernel)
+    compiled = kernel.preload(data)
     if real is not None:
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
