@@ -193,7 +193,7 @@ def test_the_memory_of_all_graphs_is_told_by_two(make):
         def memory(self):
             return Memory(self.free, 2000)
 
-        def release_unused(self): ...
+        def release_unused(self, **_): ...
 
     recorder = Shrinking()
     runner = make(Recorded(recorder, WANTED))

@@ -105,12 +105,8 @@ class Engine:
         except asyncio.CancelledError:
             phases.stop()  # the thread cannot be interrupted, but it looks now and then
             raise
-        metrics = Metrics(
-            parts.served_names[0],
-            max_model_len=machine.max_model_len,
-            prefix=config.server.metrics_prefix,
-            log=not config.log.disable_log_stats,
-        )
+        shown = {"prefix": config.server.metrics_prefix, "log": not config.log.disable_log_stats}
+        metrics = Metrics(parts.served_names[0], max_model_len=machine.max_model_len, **shown)
         metrics.cache_config(machine.cache_facts(config.cache))
         engine = cls(config, parts, machine, metrics)
         engine._tasks.append(asyncio.create_task(engine._guard(), name="tinyserve-engine"))
