@@ -2,9 +2,11 @@
 
 import json
 
+import jsonschema
 import pytest
 
 from tests.scripted import ScriptModel, byte_tokenizer
+from tests.text.parsers.formats import FORMATS
 
 from .harness import CHAT, HI, serving
 from .test_c05_streamed_arguments import CALL, calls_of
@@ -127,3 +129,44 @@ async def test_strict_holds_when_the_model_decides(tok):
     (call,) = held.choices[0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
     assert held.choices[0]["message"]["content"] == "Look: "
+
+
+TRIP = {
+    "type": "object",
+    "required": ["city", "days", "when", "tags"],
+    "properties": {
+        "city": {"$ref": "#/$defs/city"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 5},
+        "when": {"type": "string", "format": "date"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}$"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "$defs": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}},
+}
+RIGHT = {"city": "Oslo", "days": 3, "when": "2026-11-30", "tags": ["b"], "note": "two\nlines, <b>"}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("parser", ["qwen3_coder", "seed_oss", "minimax_m2", "step3", "glm45"])
+async def test_strict_holds_where_parameters_are_text(tok, parser, monkeypatch):
+    """What the schema allows is written as the model wants, what it forbids cannot be; forced calls look the same."""
+    monkeypatch.setattr("tests.cases.harness.CONTEXT", 1024)
+    trip = {"name": "trip", "parameters": TRIP, "strict": True}
+    asked = {**ASK, "max_tokens": 700, "tools": [{"type": "function", "function": trip}, F]}
+    form = next(form for form in FORMATS if form.name == parser)
+    for arguments in (RIGHT, {**RIGHT, "days": 9, "city": "Paris", "when": "soon", "tags": "none"}):
+        async with serve("So: " + form.calls([("trip", arguments)]), tok, tool_call_parser=parser) as server:
+            held, _ = await server.both(CHAT, asked)
+            forced, _ = await server.both(CHAT, {**asked, "tool_choice": "required", "parallel_tool_calls": False})
+            wrong = {**trip, "parameters": {**TRIP, "required": 5}}
+            await server.refused(CHAT, {**asked, "tools": [{"type": "function", "function": wrong}]})
+        message = held.choices[0]["message"]
+        call, found = message["tool_calls"][0], json.loads(message["tool_calls"][0]["function"]["arguments"])
+        assert call["function"]["name"] == "trip" and message["content"].startswith("So: ")
+        assert (found, message["content"]) == (RIGHT, "So: ") if arguments is RIGHT else found != arguments
+        jsonschema.Draft202012Validator(TRIP).validate(found)
+        (call,) = forced.choices[0]["message"]["tool_calls"]
+        jsonschema.validate(
+            json.loads(call["function"]["arguments"]), {"trip": TRIP, "f": CITY}[call["function"]["name"]]
+        )

@@ -5,7 +5,7 @@
     required  the answer is one call at least, in the same format
     named     the answer is the arguments of one tool
 
-Before: structured.py, text/parsers.  After: reading.py, and the protocol files.
+Before: structured.py, text/parsers, tool_parameters.py.  After: reading.py, and the protocol files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..config import ServerOptions
 from ..errors import RequestError, shown
 from ..structured import StructuredOutputsParams
 from ..text.parsers.family import Written
+from .tool_parameters import parameters
 
 MAX_TOOLS = 512
 _STYLE = {"disable_any_whitespace": True, "disable_additional_properties": True}
@@ -97,10 +98,12 @@ class ToolPlan:
         return {"type": "triggered_tags", "triggers": [written.trigger], "tags": tags}
 
     def _tag(self, written: Written, name: str) -> dict[str, Any]:
-        schema = self.schemas[name] if self.forced or name in self.strict else {"type": "object"}
-        return {
-            "begin": written.call(name), "content": {"type": "json_schema", "json_schema": schema}, "end": written.after
-        }  # fmt: skip
+        held = self.forced or name in self.strict
+        if written.parameter is None:
+            content = {"type": "json_schema", "json_schema": self.schemas[name] if held else {"type": "object"}}
+        else:
+            content = parameters(self.schemas[name], written, name) if held else {"type": "any_text"}
+        return {"begin": written.call(name), "content": content, "end": written.after}
 
 
 def _or(tags: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -122,10 +122,11 @@ def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a tool's parameter may have; empty when its schema does not say."""
     properties = schema.get("properties")
     part = properties.get(key) if isinstance(properties, Mapping) else None
-    return _types_of(part) if isinstance(part, Mapping) else frozenset()
+    return types_of(part) if isinstance(part, Mapping) else frozenset()
 
 
-def _types_of(part: Mapping[str, Any]) -> frozenset[str]:
+def types_of(part: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema allows; empty when it does not say."""
     named = part.get("type")
     if isinstance(named, str):
         return frozenset({named})
@@ -134,7 +135,7 @@ def _types_of(part: Mapping[str, Any]) -> frozenset[str]:
     if isinstance(part.get("enum"), list) and all(isinstance(value, str) for value in part["enum"]):
         return frozenset({"string"})
     choices = part.get("anyOf") or part.get("oneOf") or ()
-    found = [_types_of(choice) for choice in choices if isinstance(choice, Mapping)]
+    found = [types_of(choice) for choice in choices if isinstance(choice, Mapping)]
     return frozenset().union(*found) if found and all(found) else frozenset()
 
 

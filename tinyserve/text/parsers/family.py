@@ -54,6 +54,7 @@ class Written:
 
     Args:
         before, after: around the arguments of each call.   begin, end: around all calls.   between: calls.
+        parameter: around each parameter, where those are written one by one as text; NAME is its name then.
         trigger: the text that begins a call, where the model may also say something else; "" if none does.
         thought: what stands before and behind a thought, for formats in which a call ends the turn: there a grammar
             spans both, and there is one call at most.
@@ -64,6 +65,7 @@ class Written:
     begin: str = ""
     end: str = ""
     between: str = ""
+    parameter: tuple[str, str] | None = None
     trigger: str = ""
     thought: tuple[str, str] | None = None
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 
-from .family import Calls, Family, Thinking
+from .family import Calls, Family, Thinking, Written
 from .json_families import THINK
 from .table import FRESH, Act, Expect, Go, Sink, State, Until
 
@@ -54,6 +54,17 @@ def wrapped(begin: str, end: str, open_function: str, *, also: tuple[str, ...] =
     )
 
 
+def qwen(begin: str, end: str) -> Written:
+    """Calls as Qwen writes them, between these marks."""
+    return Written(
+        before=f"{begin}\n<function=NAME>\n",
+        after=f"</function>\n{end}",
+        between="\n",
+        parameter=("<parameter=NAME>\n", "\n</parameter>\n"),
+        trigger=begin,
+    )
+
+
 _QWEN = {"open_parameter": "<parameter=", "head_end": ">", "tag": "function"}
 _INVOKE = {"open_parameter": '<parameter name="', "head_end": '">', "tag": "invoke"}
 _STEP = {"open_parameter": '<steptml:parameter name="', "head_end": '">', "tag": "invoke", "prefix": "steptml:"}
@@ -63,6 +74,7 @@ FAMILIES = (
         name="qwen3_coder",
         tools=("qwen3_coder", "qwen3_xml", "nemotron_v3"),
         thinking=THINK,
+        written=qwen("<tool_call>", "</tool_call>"),
         calls=wrapped("<tool_call>", "</tool_call>", "<function=", also=("<function=",), **_QWEN),
         certain=(("<tool_call>", "<function=", "<parameter="),),
     ),
@@ -71,6 +83,7 @@ FAMILIES = (
         tools=("seed_oss",),
         reasoning=("seed_oss",),
         thinking=Thinking(begin=("<seed:think>",), end=("</seed:think>",)),
+        written=qwen("<seed:tool_call>", "</seed:tool_call>"),
         calls=wrapped("<seed:tool_call>", "</seed:tool_call>", "<function=", **_QWEN),
         special=True,
         certain=(("<seed:tool_call>",), ("<seed:think>",)),
@@ -80,6 +93,14 @@ FAMILIES = (
         tools=("minimax_m2",),
         reasoning=("minimax_m2", "minimax_m2_append_think"),
         thinking=THINK,
+        written=Written(
+            before='<invoke name="NAME">\n',
+            after="</invoke>\n",
+            begin="<minimax:tool_call>\n",
+            end="</minimax:tool_call>",
+            parameter=('<parameter name="NAME">', "</parameter>\n"),
+            trigger="<minimax:tool_call>",
+        ),
         calls=wrapped("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', **_INVOKE),
         special=True,
         certain=(("<minimax:tool_call>",),),
@@ -89,6 +110,14 @@ FAMILIES = (
         tools=("step3", "step3p5"),
         reasoning=("step3", "step3p5"),
         thinking=THINK,
+        written=Written(
+            before='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">',
+            after="</steptml:invoke><｜tool_call_end｜>",
+            begin="<｜tool_calls_begin｜>",
+            end="<｜tool_calls_end｜>",
+            parameter=('<steptml:parameter name="NAME">', "</steptml:parameter>"),
+            trigger="<｜tool_calls_begin｜>",
+        ),
         calls=Calls(
             marks={"<｜tool_calls_begin｜>": Go("section")},
             states={
@@ -111,6 +140,13 @@ FAMILIES = (
         tools=("glm45", "glm47"),
         reasoning=("glm45", "glm47"),
         thinking=THINK,
+        written=Written(
+            before="<tool_call>NAME\n",
+            after="</tool_call>",
+            between="\n",
+            parameter=("<arg_key>NAME</arg_key>\n<arg_value>", "</arg_value>\n"),
+            trigger="<tool_call>",
+        ),
         calls=Calls(
             marks={"<tool_call>": Go("name")},
             states={

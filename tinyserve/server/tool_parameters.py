@@ -1,0 +1,129 @@
+"""A grammar for calls that write each parameter as text between marks: a schema, taken apart by property.
+
+    {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+        -> <parameter=city> any text </parameter>   (<parameter=days> an integer </parameter>)?
+
+A parameter that can only be a text is written bare, all others as JSON; text/parsers/calls.py reads them so. What JSON
+schemas say of texts becomes a regular expression, or is refused by name.
+
+Before: text/parsers/family.py (the marks), text/parsers/calls.py (who reads it back).  After: tools.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import RequestError, shown
+from ..text.parsers.calls import types_of
+from ..text.parsers.family import Written
+
+_KEY = re.compile(r'[^<>"\n]+')
+_FREE = {"type": "any_text"}
+_SHARED = ("$defs", "definitions")  # what a property may refer to
+_ANYTHING = r"(.|\n)"
+_YEAR_DAY = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+_CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_HEX = "[0-9a-fA-F]"
+_FORMATS = {
+    "date": _YEAR_DAY,
+    "time": _CLOCK,
+    "date-time": f"{_YEAR_DAY}T{_CLOCK}",
+    "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+    "ipv4": r"(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])){3}",
+    "email": r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){1,4}",
+}
+_OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
+Schema = Mapping[str, Any]
+
+
+def parameters(schema: Schema, written: Written, name: str) -> dict[str, Any]:
+    """The form of a call's arguments: its properties in order; those that are not required may be left out.
+
+    Args: written: its `parameter` has the marks.   name: of the tool, for messages.
+    Raises: RequestError: the schema asks for what cannot be written so.
+    """
+    try:
+        shared = {key: schema[key] for key in _SHARED if key in schema}
+        required = list(schema.get("required") or ())
+        elements = []
+        for key, part in (schema.get("properties") or {}).items():
+            if not _KEY.fullmatch(key):
+                raise RequestError(
+                    f"tools: {name} has a parameter {shown(key)}, which cannot be written.", param="tools"
+                )
+            value = _value(_resolved(part, schema), shared, f"{name}.{key}")
+            one = _between(*(mark.replace("NAME", key) for mark in written.parameter), value)
+            elements.append(one if key in required else {"type": "optional", "content": one})
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise RequestError(
+            f"tools: the parameters of {name} are no JSON schema of an object.", param="tools"
+        ) from error
+    return {"type": "sequence", "elements": elements} if elements else {"type": "const_string", "value": ""}
+
+
+def _between(before: str, after: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """A value between its marks. A text of any kind ends at the mark itself, with or without a line break before it."""
+    if value != _FREE:
+        return {"type": "tag", "begin": before, "content": value, "end": after}
+    mark = after.strip("\n")
+    text = {"type": "tag", "begin": before, "content": value, "end": mark}
+    rest = after[after.index(mark) + len(mark) :]
+    return {"type": "sequence", "elements": [text, {"type": "const_string", "value": rest}]} if rest else text
+
+
+def _resolved(part: Any, schema: Schema) -> Schema:
+    """A property with the definition that it refers to in place of the reference, as far as one leads to it."""
+    for _ in range(16):
+        reference = part.get("$ref") if isinstance(part, Mapping) else None
+        names = reference.split("/") if isinstance(reference, str) else []
+        if len(names) != 3 or names[0] != "#" or names[1] not in _SHARED:
+            break
+        part = {**schema.get(names[1], {}).get(names[2], {}), **{k: v for k, v in part.items() if k != "$ref"}}
+    return part if isinstance(part, Mapping) else {}
+
+
+def _value(part: Schema, shared: Schema, place: str) -> dict[str, Any]:
+    types = types_of(part)
+    if "const" in part or isinstance(part.get("enum"), list):
+        bare = types == {"string"}
+        values = [part["const"]] if "const" in part else part["enum"]
+        texts = [
+            value if bare and isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values
+        ]
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+    limited = [key for key in _OF_TEXTS if key in part]
+    if types == {"string"}:
+        return _text(part, place) if limited else _FREE
+    if types == {"string", "null"} and not limited and all(len(each) == 1 for each in part.get("anyOf", ())):
+        return _FREE  # null is read as null, all else as a text
+    return {"type": "json_schema", "json_schema": {**shared, **part}}
+
+
+def _text(part: Schema, place: str) -> dict[str, Any]:
+    """A text with limits, as a regular expression."""
+    limited = [key for key in ("pattern", "format") if key in part]
+    if len(limited) + ("minLength" in part or "maxLength" in part) > 1:
+        raise _not_enforced(place, "more than one of pattern, format and length")
+    if "format" in part:
+        if part["format"] not in _FORMATS:
+            raise _not_enforced(place, f"the format {part['format']!r}")
+        return {"type": "regex", "pattern": _FORMATS[part["format"]]}
+    if "pattern" not in part:
+        return {"type": "regex", "pattern": f"{_ANYTHING}{{{part.get('minLength', 0)},{part.get('maxLength', '')}}}"}
+    pattern = part["pattern"] if isinstance(part["pattern"], str) else ""
+    start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
+    inner = pattern[start : len(pattern) - end]
+    if (start or end) and "|" in re.sub(r"\([^()]*\)|\[[^]]*\]", "", inner):
+        raise _not_enforced(place, "a pattern with an anchor in one of several alternatives")
+    free = _ANYTHING + "*"
+    return {"type": "regex", "pattern": f"{'' if start else free}({inner}){'' if end else free}"}
+
+
+def _not_enforced(place: str, what: str) -> RequestError:
+    return RequestError(
+        f"tools: {place} is written as plain text by this model, and {what} cannot be enforced there; leave it out.",
+        param="tools",
+    )
