@@ -1,0 +1,55 @@
+"""A few rows times packed codes, whole and in parts, against plain numbers."""
+
+import pytest
+import torch
+
+from tests.kernels.harness import assert_close, gapped, randn
+from tests.kernels.test_packed import LAYOUTS, meta_weight, weight_of
+from tinyserve.kernels import launch
+from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
+from tinyserve.kernels.skinny_gemm import skinny_gemm_reference
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_packed_gemm_is_the_product_of_its_numbers(device, dtype, name, gate):
+    """Breaks at 37 x 77 if a row or a column past the end joins a sum, at 70 tokens if the second tile is missed."""
+    for tokens, rows, width in ((3, 37, 77), (70, 65, 384)) if gate is None else ((17, 33, 300),):
+        weight, dense = weight_of(name, rows * (2 if gate else 1), width, device=device)
+        bias = randn(len(dense), dtype=dtype, device=device, seed=3) if rows != 65 else None
+        x = randn(tokens, width, dtype=dtype, device=device)
+
+        actual = packed_gemm(gapped(x), weight, bias, gate=gate)
+
+        expected = skinny_gemm_reference(x, dense.to(device), bias, gate=gate)
+        assert_close(actual, expected, scale=4)
+        assert_close(packed_gemm_reference(x, weight, bias, gate=gate), expected, scale=4)
+
+
+@pytest.mark.parametrize("name", ["int4-128", "fp8-row"])
+def test_parts_add_up_to_the_product(device, monkeypatch, name):
+    """Four splits of 1000 columns, the last one short; the bias joins once. No tokens, no launch."""
+    chosen = {"SPLITS": 4, "BLOCK_K": 128}
+    monkeypatch.setattr(launch, "tuned_rows", lambda name: {"packed_gemm": [{"when": {}, "use": chosen}]})
+    weight, dense = weight_of(name, 40, 1000, device=device)
+    x, bias = (randn(*shape, dtype=torch.float16, device=device) for shape in ((5, 1000), (40,)))
+
+    parts = packed_gemm(x, weight, bias, parts=True)
+
+    assert parts.shape == (4, 5, 40) and parts.dtype == torch.float32
+    assert_close(parts.sum(0), skinny_gemm_reference(x, dense.to(device), bias, parts=True)[0], scale=100)
+    assert torch.equal(parts, packed_gemm(x, weight, bias, parts=True))
+    assert packed_gemm(x[:0], weight, bias).shape == (0, 40)
+
+
+def compile_cases():
+    for name, tokens, rows, width, gate, parts in [
+        ("int4-128", 4, 6144, 4096, None, False),
+        ("int4-128-zeros", 40, 14336, 4096, "silu", False),
+        ("int4-32", 16, 4096, 4096, None, True),
+        ("fp8-row", 64, 4096, 14336, None, True),
+        ("fp8-128", 16, 6144, 4096, None, False),
+    ]:
+        weight = meta_weight(name, rows * (2 if gate else 1), width)
+        x = torch.empty(tokens, width, dtype=torch.bfloat16)
+        yield lambda x=x, w=weight, g=gate, p=parts: packed_gemm(x, w, gate=g, parts=p)

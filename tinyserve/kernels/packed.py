@@ -1,0 +1,277 @@
+"""Codes of quantised weights in the one order that the fast kernels read, whatever file they came from.
+
+    W[n, k] = (number(code[n, k]) - zero[n, g]) * scale[n, g]        g = k // width, or one scale for a whole row
+
+Codes of 8 bits stand one to a byte, in order. Smaller ones stand in words of 16 bits, and not side by side: columns are
+cut into tiles, and a word holds one column of each of the tile's 16 / bits equal pieces:
+
+    4 bits, tile 128      word e of tile t      bits 0-3    column 128 t + e
+                          e = 0 .. 31           bits 4-7    column 128 t + 32 + e
+                                                bits 8-11   column 128 t + 64 + e
+                                                bits 12-15  column 128 t + 96 + e
+
+So the low bits of neighbouring words are neighbouring columns: a kernel masks a whole register of words, and gets codes
+that meet neighbouring numbers of x. A tile never crosses a group, so all codes of a word share their scale.
+
+No instruction turns an integer into a float here, they are slow. A code becomes the low bits of a float whose exponent
+gives those bits the weight of one, and subtracting the rest of that float leaves the code: 2**23 + code in float32,
+128 + code in bfloat16, 1024 + code in float16. All of it is exact, also with the zero point in the subtrahend.
+
+fp8 (e4m3) is moved into a float16 and scaled by a power of two where the device has no conversion of its own.
+
+Source: Kim et al., "Who Says Elephants Can't Run", arXiv:2211.10017, section 3 (integers through the mantissa); Frantar
+et al., "MARLIN", arXiv:2408.11743, section 3.
+
+Before: quant/codes.py, what a checkpoint says.  After: packed_gemv.py, packed_gemm.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+
+from .launch import cdiv, facts, use_kernel
+
+KINDS = ("int", "e4m3")
+LONGEST_TILE = 128
+
+
+@frozen(eq=False)
+class Packed:
+    """A matrix of N rows and K columns.
+
+    Attributes:
+        codes: [N, K] int8, uint8 or float8; [N, tiles * tile * bits / 16] int16 for fewer bits.
+        scales: [N, G] floating point; G is 1 for one scale a row.
+        zeros: [N, G], or None where all are `middle`.
+        columns: K.   bits: 2, 4 or 8.   width: columns that share a scale; 0: all.
+        kind: "int" or "e4m3".   middle: the zero point of all codes, if `zeros` is None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    columns: int
+    bits: int
+    width: int
+    kind: str
+    middle: int = 0
+
+    @property
+    def tile(self) -> int:
+        """Columns of a tile."""
+        return tile_of(self.width)
+
+    @property
+    def each(self) -> int:
+        """Codes of an element of `codes`."""
+        return 1 if self.bits == 8 else 16 // self.bits
+
+    def constants(self) -> dict[str, int | str | bool]:
+        """What kernels are compiled for."""
+        return {
+            "KIND": self.kind if self.bits < 8 or self.kind != "int" or self.codes.dtype == torch.int8 else "uint",
+            "PER": self.each,
+            "TILE": self.tile,
+            "WIDTH": self.width,
+            "MIDDLE": self.middle,
+            "ZEROS": self.zeros is not None,
+        }
+
+    def raw(self) -> torch.Tensor:
+        """The codes; float8 as the bytes that they are."""
+        return self.codes.view(torch.uint8) if self.codes.dtype.is_floating_point else self.codes
+
+
+def tile_of(width: int) -> int:
+    """Columns of a tile: the largest power of two that divides the group, at most LONGEST_TILE."""
+    return LONGEST_TILE if width == 0 else min(width & -width, LONGEST_TILE)
+
+
+def can_pack(bits: int, width: int, kind: str) -> bool:
+    """Whether the fast kernels read such codes: tiles of at least 16 columns."""
+    return kind in KINDS and bits in (2, 4, 8) and tile_of(width) >= 16
+
+
+def tiled(codes: torch.Tensor, bits: int, tile: int) -> torch.Tensor:
+    """Return codes [N, K] uint8 as words int16 [N, ceil(K / tile) * tile * bits / 16]; missing columns are zeros."""
+    each = 16 // bits
+    padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % tile))
+    pieces = padded.unflatten(1, (-1, each, tile // each))
+    words = torch.zeros_like(pieces[:, :, 0], dtype=torch.int16)
+    for place in range(each):
+        words |= pieces[:, :, place].to(torch.int16) << (bits * place)
+    return words.flatten(1)
+
+
+def untiled(words: torch.Tensor, bits: int, tile: int, columns: int) -> torch.Tensor:
+    """Return codes [N, columns] uint8 from the words of `tiled`."""
+    each = 16 // bits
+    pieces = words.unflatten(1, (-1, 1, tile // each)).int()
+    shifts = torch.arange(0, 16, bits, device=words.device)[:, None]
+    return ((pieces >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(1)[:, :columns]
+
+
+def packed_dense_reference(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """The specification of `packed_dense`."""
+    codes = weight.codes if weight.bits == 8 else untiled(weight.codes, weight.bits, weight.tile, weight.columns)
+    numbers = codes.float() - (weight.middle if weight.zeros is None else _spread(weight.zeros, weight))
+    return (numbers * _spread(weight.scales, weight)).to(dtype)
+
+
+def _spread(values: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Values [N, G] of groups as [N, K], or [N, 1] where one group has all columns."""
+    if values.shape[1] == 1:
+        return values.float()
+    return values.float().repeat_interleave(weight.width, dim=1)[:, : weight.columns]
+
+
+@triton.jit
+def half_of_e4m3(code):
+    """e4m3 bytes as float16, 256 times too small; exact, also below the smallest normal number. (NaN becomes 480.)"""
+    half = (code.to(tl.uint16) & 128) << 8 | (code.to(tl.uint16) & 127) << 7
+    return half.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def single(
+    code, place: tl.constexpr, KIND: tl.constexpr, PER: tl.constexpr, MIDDLE: tl.constexpr, NATIVE: tl.constexpr
+):
+    """float32 of the codes at one place of their words, less MIDDLE; times 2 ** (place * 16 / PER) for words."""
+    if KIND == "e4m3":
+        if NATIVE:
+            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            return half_of_e4m3(code).to(tl.float32) * 256.0
+    elif PER == 1:
+        base: tl.constexpr = 12582912.0 if KIND == "int" else 8388608.0  # 1.5 * 2**23 leaves room for a sign
+        bits: tl.constexpr = 0x4B400000 if KIND == "int" else 0x4B000000
+        return (code.to(tl.int32) + bits).to(tl.float32, bitcast=True) - (base + MIDDLE)
+    else:
+        shift: tl.constexpr = place * (16 // PER)
+        mask: tl.constexpr = ((1 << (16 // PER)) - 1) << shift
+        inside = (code.to(tl.int32) & mask) | 0x4B000000
+        return inside.to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE * (1 << shift))
+
+
+@triton.jit
+def four_nibbles(code, minus, HALF: tl.constexpr):
+    """The four codes of each word, plus `minus`, as float16 if HALF, else bfloat16; two words at a time.
+
+    Args: minus: -(1024 + zero), or -(128 + zero) for bfloat16, of each word.
+    """
+    if HALF:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 w, one;
+            mov.b32 one, 0x3C003C00;
+            lop3.b32 w, $4, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 $0, w, one, $5;
+            shr.u32 w, $4, 4;
+            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 $1, w, one, $5;
+            shr.u32 w, $4, 8;
+            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 $2, w, one, $5;
+            shr.u32 w, $4, 12;
+            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 $3, w, one, $5;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r",
+            [code, minus],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 w, one;
+            mov.b32 one, 0x3F803F80;
+            lop3.b32 w, $4, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, w, one, $5;
+            shr.u32 w, $4, 4;
+            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $1, w, one, $5;
+            shr.u32 w, $4, 8;
+            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $2, w, one, $5;
+            shr.u32 w, $4, 12;
+            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $3, w, one, $5;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r",
+            [code, minus],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _packed_dense_kernel(
+    codes_ptr,  # [N, row_elements]
+    scales_ptr,  # [N, G]
+    zeros_ptr,  # [N, G]; read if ZEROS
+    out_ptr,  # [N, K]
+    K,
+    row_elements,
+    G,
+    KIND: tl.constexpr,
+    PER: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = (tl.program_id(1) * (BLOCK_K // TILE) + tl.arange(0, BLOCK_K // TILE))[:, None]
+    lane = tl.arange(0, TILE // PER)[None, :]
+    element = tile * (TILE // PER) + lane
+    place_of = codes_ptr + row * row_elements + element
+    words = tl.load(place_of) if EVEN else tl.load(place_of, mask=element < row_elements, other=0)
+    group = tile * 0 if WIDTH == 0 else tl.minimum(tile * TILE // max(WIDTH, 1), G - 1)
+    scale = tl.load(scales_ptr + row * G + group).to(tl.float32)
+    for place in tl.static_range(PER):
+        factor: tl.constexpr = 2.0 ** (-(place * (16 // PER))) if PER > 1 else 1.0
+        number = single(words, place, KIND, PER, MIDDLE, NATIVE) * factor
+        if ZEROS:
+            number -= tl.load(zeros_ptr + row * G + group).to(tl.float32)
+        column = tile * TILE + place * (TILE // PER) + lane
+        value = (number * scale).to(out_ptr.dtype.element_ty)
+        if EVEN:
+            tl.store(out_ptr + row * K + column, value)
+        else:
+            tl.store(out_ptr + row * K + column, value, mask=column < K)
+
+
+def packed_dense(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """Turn codes into numbers. Returns: [N, K] in `dtype`; computed in float32, rounded once."""
+    if not use_kernel(weight.codes):
+        return packed_dense_reference(weight, dtype)
+    rows, columns = weight.codes.shape[0], weight.columns
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
+    block = 4096 if columns % 4096 == 0 else 1024
+    if out.numel():
+        _packed_dense_kernel[(rows, cdiv(columns, block))](
+            weight.raw(),
+            weight.scales,
+            weight.scales if weight.zeros is None else weight.zeros,
+            out,
+            columns,
+            weight.codes.shape[1],
+            weight.scales.shape[1],
+            **weight.constants(),
+            NATIVE=facts(out.device).overlaps,
+            EVEN=columns % block == 0,
+            BLOCK_K=block,
+            num_warps=4,
+        )
+    return out

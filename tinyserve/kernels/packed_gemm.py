@@ -1,0 +1,330 @@
+"""A quantised matrix times a few vectors: the products of a decode step of 2 to about 64 tokens.
+
+    y = x · Wᵀ + bias                  or, gated, act(first half) * (second half)
+
+As `skinny_gemm.py`, but W comes as codes (`packed.py`). One program takes all rows of x (in tiles) and a strip of W,
+and walks along K with several loads in flight. Codes become numbers of x's type in registers, where the matrix
+instruction takes its left side from; x is the right side and may be as narrow as 16. The places of a word are
+multiplied one after the other, each with its own columns of x.
+
+Numbers of the type of x are exact as long as they are differences of codes and zero points; so scales are left to the
+float32 sums: to the end if a row has one, and after each step where a step lies in one group. Only where a step has
+several groups the numbers are scaled first, and rounded.
+
+A short W (few rows) gives too few programs to fill the device, so K can be split. With `parts` the splits are returned,
+[P, M, N] float32, and whoever reads the product next (`norm.py`) adds them in order.
+
+Source: Frantar et al., "MARLIN", arXiv:2408.11743, section 3; Osama et al., "Stream-K", arXiv:2301.03598, section 3.
+
+Before: `packed.py`; `packed_gemv.py`, for one row.  After: quant/grouped.py, which chooses.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .activation import activate, gated_activation_reference
+from .launch import cdiv, check_rows, choose, facts, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .packed import Packed, four_nibbles, packed_dense_reference, single
+from .packed_gemv import check_packed
+
+
+def packed_gemm_reference(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: str | None = None,
+    parts: bool = False,
+) -> torch.Tensor:
+    """The specification of `packed_gemm`, with its arguments; it never splits."""
+    dense = packed_dense_reference(weight, torch.float32)
+    y = torch.nn.functional.linear(x.float(), dense, None if bias is None else bias.float())
+    if gate is not None:
+        y = gated_activation_reference(y, gate)
+    return y[None] if parts else y.to(x.dtype)
+
+
+@triton.jit
+def _numbers(
+    code, place: tl.constexpr, KIND: tl.constexpr, PER: tl.constexpr, MIDDLE: tl.constexpr, NATIVE: tl.constexpr
+):
+    """float32 of the codes at one place of their words, less MIDDLE."""
+    factor: tl.constexpr = 2.0 ** (-(place * (16 // PER))) if PER > 1 else 1.0
+    return single(code, place, KIND, PER, MIDDLE, NATIVE) * factor
+
+
+@triton.jit
+def _columns_of_x(x_row, column, token, M, K, EVEN: tl.constexpr):
+    """x [tokens, columns]; zeros beyond the last token and the last column."""
+    inside = (token[:, None] < M) if EVEN else (token[:, None] < M) & (column[None, :] < K)
+    return tl.load(x_row + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _product(
+    total,  # [rows, tokens] float32, added to
+    code,  # [rows, elements]
+    x_row,
+    column,  # [elements] of each element's lowest bits
+    token,
+    scale,  # [rows, groups or 1]; multiplied by here if SCALED
+    zero,  # [rows, groups or 1]; read if ZEROS
+    M,
+    K,
+    KIND: tl.constexpr,
+    PER: tl.constexpr,
+    TILE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SCALED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """total + the product of a tile of W with its columns of x."""
+    LANES: tl.constexpr = TILE // PER
+    kind = x_row.dtype.element_ty
+    if NATIVE and PER == 4 and not SCALED and kind != tl.float32:
+        half: tl.constexpr = kind == tl.float16
+        base: tl.constexpr = 1024.0 if half else 128.0
+        minus = -(base + zero) if ZEROS else tl.full([1, 1], -(base + MIDDLE), tl.float32)
+        minus = tl.broadcast_to(minus.to(kind), code.shape)
+        w0, w1, w2, w3 = four_nibbles(code, minus, half)
+        x0 = _columns_of_x(x_row, column, token, M, K, EVEN)
+        total = tl.dot(w0, tl.trans(x0), total, input_precision="ieee")
+        x1 = _columns_of_x(x_row, column + LANES, token, M, K, EVEN)
+        total = tl.dot(w1, tl.trans(x1), total, input_precision="ieee")
+        x2 = _columns_of_x(x_row, column + 2 * LANES, token, M, K, EVEN)
+        total = tl.dot(w2, tl.trans(x2), total, input_precision="ieee")
+        x3 = _columns_of_x(x_row, column + 3 * LANES, token, M, K, EVEN)
+        total = tl.dot(w3, tl.trans(x3), total, input_precision="ieee")
+    else:
+        for place in tl.static_range(PER):
+            if NATIVE and KIND == "e4m3" and not SCALED:
+                weight = code.to(tl.float8e4nv, bitcast=True).to(kind)
+            else:
+                number = _numbers(code, place, KIND, PER, MIDDLE, NATIVE)
+                if ZEROS:
+                    number -= zero
+                if SCALED:
+                    number *= scale
+                weight = number.to(kind)
+            x = _columns_of_x(x_row, column + place * LANES, token, M, K, EVEN)
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _of_groups(ptr, read, start, tile, G, K, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """float32 values of the groups of a step: [rows, 1] if it lies in one, else [rows, elements]."""
+    row = ptr + read[:, None].to(tl.int64) * G
+    if WIDTH == 0:
+        group = tl.zeros([1, 1], tl.int32)
+    elif WIDTH % BLOCK_K == 0:
+        group = tl.zeros([1, 1], tl.int32) + tl.minimum(start, K - 1) // WIDTH
+    else:
+        group = tl.minimum((start + tile * TILE) // WIDTH, G - 1)[None, :]
+    return tl.load(row + group).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _packed_gemm_kernel(
+    x_ptr,  # [M, K]
+    codes_ptr,  # [N, row_elements], or [2 N, ...] if GATE
+    scales_ptr,  # [N, G] or [2 N, G]
+    zeros_ptr,  # as scales; read if ZEROS
+    bias_ptr,  # [N] or [2 N]; read if BIAS
+    out_ptr,  # [M, N]; [SPLITS, M, N] float32 if there are parts
+    M,
+    N,
+    K,
+    row_elements,
+    G,
+    x_stride,  # elements between rows
+    GATE: tl.constexpr,  # a kind of activation.py, "" for none
+    BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    PER: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of BLOCK_K * SPLITS
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # a multiple of TILE
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    split = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(row, N - 1)  # rows past the end read the last one again, and are not stored
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    share = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
+    first = split * share
+    SCALED: tl.constexpr = WIDTH % BLOCK_K > 0  # a step has several groups
+    LANES: tl.constexpr = TILE // PER
+    lane = tl.arange(0, BLOCK_K // PER)
+    tile = lane // LANES
+    column = tile * TILE + lane % LANES
+    x_row = x_ptr + token[:, None].to(tl.int64) * x_stride
+    codes_row = codes_ptr + read[:, None].to(tl.int64) * row_elements
+    up_row = codes_ptr + (read[:, None].to(tl.int64) + N) * row_elements
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    total_up = total
+    # Scales are too narrow for the loads that Triton keeps in flight, so the next step's are asked for one step ahead.
+    scale = _of_groups(scales_ptr, read, first, tile, G, K, TILE, WIDTH, BLOCK_K)
+    scale_up, zero, zero_up = scale, scale, scale
+    if GATE != "":
+        scale_up = _of_groups(scales_ptr, read + N, first, tile, G, K, TILE, WIDTH, BLOCK_K)
+    if ZEROS:
+        zero = _of_groups(zeros_ptr, read, first, tile, G, K, TILE, WIDTH, BLOCK_K)
+        if GATE != "":
+            zero_up = _of_groups(zeros_ptr, read + N, first, tile, G, K, TILE, WIDTH, BLOCK_K)
+    wait_inputs(PDL)
+
+    for start in tl.range(first, first + share, BLOCK_K, num_stages=STAGES):
+        here, later = start + column, start + BLOCK_K
+        element = start // PER + lane
+        inside = element[None, :] < row_elements
+        code = (
+            tl.load(codes_row + element[None, :])
+            if EVEN
+            else tl.load(codes_row + element[None, :], mask=inside, other=0)
+        )
+        if WIDTH > 0:
+            part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if not SCALED else total
+            part = _product(
+                part, code, x_row, here, token, scale, zero, M, K,
+                KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
+            )  # fmt: skip
+            total = part if SCALED else total + part * scale
+            scale = _of_groups(scales_ptr, read, later, tile, G, K, TILE, WIDTH, BLOCK_K)
+            if ZEROS:
+                zero = _of_groups(zeros_ptr, read, later, tile, G, K, TILE, WIDTH, BLOCK_K)
+        else:
+            total = _product(
+                total, code, x_row, here, token, scale, zero, M, K,
+                KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
+            )  # fmt: skip
+        if GATE != "":
+            code = (
+                tl.load(up_row + element[None, :]) if EVEN else tl.load(up_row + element[None, :], mask=inside, other=0)
+            )
+            if WIDTH > 0:
+                part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if not SCALED else total_up
+                part = _product(
+                    part, code, x_row, here, token, scale_up, zero_up, M, K,
+                    KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
+                )  # fmt: skip
+                total_up = part if SCALED else total_up + part * scale_up
+                scale_up = _of_groups(scales_ptr, read + N, later, tile, G, K, TILE, WIDTH, BLOCK_K)
+                if ZEROS:
+                    zero_up = _of_groups(zeros_ptr, read + N, later, tile, G, K, TILE, WIDTH, BLOCK_K)
+            else:
+                total_up = _product(
+                    total_up, code, x_row, here, token, scale_up, zero_up, M, K,
+                    KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
+                )  # fmt: skip
+
+    if WIDTH == 0:
+        total *= scale
+        total_up *= scale_up
+    if BIAS:
+        total += tl.load(bias_ptr + read)[:, None].to(tl.float32) * tl.where(split == 0, 1.0, 0.0)
+        if GATE != "":
+            total_up += tl.load(bias_ptr + N + read)[:, None].to(tl.float32)
+    if GATE != "":
+        total = activate(total, GATE) * total_up
+    place = out_ptr + (split.to(tl.int64) * M + token[None, :]) * N + row[:, None]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(token[None, :] < M) & (row[:, None] < N))
+
+
+def packed_gemm(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: str | None = None,
+    parts: bool = False,
+) -> torch.Tensor:
+    """Multiply a few rows by a quantised matrix. Right for any number of rows, fast up to about 64.
+
+    Args:
+        x: [M, K]; rows may lie apart.
+        weight: N rows; with `gate` 2 N, the gate's rows first.
+        bias: one number per row of `weight`.
+        gate: a kind of activation.py: the product's first half goes through it and is multiplied by the second.
+        parts: return the splits instead of their sum; not with `gate`.
+
+    Returns:
+        [M, N] in x's type; with `parts` [P, M, N] float32 to be added up, P being what suits the device and the shape.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown kind.
+    """
+    check_rows("packed_gemm", x)
+    check_packed("packed_gemm", x, weight, bias, gate)
+    if parts and gate is not None:
+        raise ValueError("packed_gemm: a gated product has no parts")
+    if not use_kernel(x):
+        return packed_gemm_reference(x, weight, bias, gate=gate, parts=parts)
+    (tokens, columns), rows = x.shape, weight.codes.shape[0] // (2 if gate else 1)
+    options = _options(x, weight, rows, gate is not None, parts)
+    shape = (options["SPLITS"], tokens, rows) if parts else (tokens, rows)
+    out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
+    grid = (cdiv(rows, options["BLOCK_N"]), options["SPLITS"], cdiv(tokens, options["BLOCK_M"]))
+    if tokens and rows:
+        _packed_gemm_kernel[grid](
+            x,
+            weight.raw(),
+            weight.scales,
+            weight.scales if weight.zeros is None else weight.zeros,
+            x if bias is None else bias,
+            out,
+            tokens,
+            rows,
+            columns,
+            weight.codes.shape[1],
+            weight.scales.shape[1],
+            x.stride(0),
+            GATE=gate or "",
+            BIAS=bias is not None,
+            EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
+            NATIVE=facts(x.device).overlaps,
+            **weight.constants(),
+            **options,
+            **overlap(x),
+        )
+    return out
+
+
+def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: bool) -> dict[str, int]:
+    """What was measured for this shape, or the formula. Only where parts are asked for is there more than one."""
+    tokens = x.shape[0]
+    shape = {"tokens": tokens, "inputs": x.shape[1], "outputs": rows, "gated": int(gated), "bits": weight.bits}
+    formula = _formula(x, weight, rows, gated)
+    options = choose("packed_gemm", x, formula, parts=int(parts), **shape)
+    return options if parts else options | {"SPLITS": 1}
+
+
+def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[str, int]:
+    """Strips of 64 rows and several loads in flight; splits until they fill the device."""
+    device, (tokens, columns) = facts(x.device), x.shape
+    block_m, block_n, splits = min(max(next_power_of_2(tokens), 16), 64), 64, 1
+    block_k = 256 if weight.width == 0 and block_m < 64 and weight.bits == 8 else 128
+    while splits < 4 and cdiv(rows, block_n) * splits < 2 * device.processors and columns >= 4 * splits * block_k:
+        splits *= 2
+    stage = block_m * block_k * x.element_size() + block_n * block_k * (1 + gated) * weight.bits // 8
+    stages = min(max(device.shared * 6 // 10 // stage, 1), 4)
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "SPLITS": splits,
+        "STAGES": stages,
+        "num_warps": 4,
+    }

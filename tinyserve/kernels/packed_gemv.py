@@ -1,0 +1,319 @@
+"""A quantised matrix times one vector, with what stands around it: the products of a step of one token.
+
+    z = W · x                          or, with a norm, W · (x / sqrt(mean(x²) + eps) * (norm + offset))
+    y = z + bias                       or, gated, act(first half of z + bias) * (second half of z + bias)
+    out = y + residual
+
+As `gemv.py`, but W comes as codes (`packed.py`): a half or a quarter of the bytes, and so many more codes a second that
+arithmetic nearly takes as long as memory. Per code of four bits there is a mask, a subtraction and a product in
+float32, no more: a word is masked where it lies, which leaves its codes 16, 256 and 4096 times too large, and x is that
+much smaller instead. Scales come in once for the codes of a word (they share a group), and zero points once for the sum
+of the x that meet it.
+
+Nothing is rounded in between: x stays in its type, products and sums are float32.
+
+Before: `packed.py`, `gemv.py`.  After: `packed_gemm.py` for more rows; quant/grouped.py chooses.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .activation import KINDS, activate, gated_activation_reference
+from .launch import cdiv, choose, facts, overlap, start_next, use_kernel, wait_inputs
+from .norm import rms_norm_reference
+from .packed import Packed, packed_dense_reference, single
+
+
+def packed_gemv_reference(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    gate: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification of `packed_gemv`, with its arguments."""
+    wide = x.float()
+    if norm is not None:
+        wide = rms_norm_reference(wide, norm, eps, offset=offset)
+    dense = packed_dense_reference(weight, torch.float32)
+    y = torch.nn.functional.linear(wide, dense, None if bias is None else bias.float())
+    if gate is not None:
+        y = gated_activation_reference(y, gate)
+    return (y if residual is None else y + residual.float()).to(x.dtype)
+
+
+@triton.jit
+def _words(codes_ptr, read, element, row_elements, EVEN: tl.constexpr):
+    """Elements [rows, tiles, lanes] of the codes."""
+    place = codes_ptr + read[:, None, None].to(tl.int64) * row_elements + element[None, :, :]
+    return tl.load(place) if EVEN else tl.load(place, mask=(element < row_elements)[None, :, :], other=0)
+
+
+@triton.jit
+def _vector(x_ptr, norm_ptr, column, K, offset, NORM: tl.constexpr, EVEN: tl.constexpr):
+    """x at these columns, times the norm's weight; and its squares."""
+    x = (tl.load(x_ptr + column) if EVEN else tl.load(x_ptr + column, mask=column < K, other=0.0)).to(tl.float32)
+    square = x * x
+    if NORM:
+        weight = tl.load(norm_ptr + column) if EVEN else tl.load(norm_ptr + column, mask=column < K, other=0.0)
+        x *= weight.to(tl.float32) + offset
+    return x, square
+
+
+@triton.jit
+def _group_values(ptr, read, tile, G, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Values [rows, tiles, 1] of the group that each tile lies in."""
+    group = tile * 0 if WIDTH == 0 else tl.minimum(tile * TILE // max(WIDTH, 1), G - 1)
+    return tl.load(ptr + read[:, None, None].to(tl.int64) * G + group[None, :, None]).to(tl.float32)
+
+
+@triton.jit
+def _step(
+    words,  # [rows, tiles, lanes]
+    words_up,  # the same of the second half; read if GATE
+    start,  # first column of the tile
+    column,  # [tiles, lanes] of each word's lowest bits, in the tile
+    tile,  # [tiles]
+    read,  # [rows]
+    N,
+    x_ptr,
+    norm_ptr,
+    scales_ptr,
+    zeros_ptr,
+    K,
+    G,
+    offset,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    KIND: tl.constexpr,
+    PER: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """One step along the rows: what it adds to the product, to that of the second half, and to the sum of squares."""
+    squares = tl.zeros(column.shape, tl.float32)
+    sums = squares  # of the x that meet a word
+    part = tl.zeros(words.shape, tl.float32)
+    part_up = part
+    for place in tl.static_range(PER):
+        x, square = _vector(x_ptr, norm_ptr, start + column + place * (TILE // PER), K, offset, NORM, EVEN)
+        squares += square
+        sums += x
+        factor: tl.constexpr = 2.0 ** (-(place * (16 // PER))) if PER > 1 else 1.0
+        small = (x * factor)[None, :, :]
+        part += single(words, place, KIND, PER, MIDDLE, NATIVE) * small
+        if GATED:
+            part_up += single(words_up, place, KIND, PER, MIDDLE, NATIVE) * small
+    here = start // TILE + tile
+    if ZEROS:
+        part -= _group_values(zeros_ptr, read, here, G, TILE, WIDTH) * sums[None, :, :]
+        if GATED:
+            part_up -= _group_values(zeros_ptr, read + N, here, G, TILE, WIDTH) * sums[None, :, :]
+    if WIDTH > 0:
+        part *= _group_values(scales_ptr, read, here, G, TILE, WIDTH)
+        if GATED:
+            part_up *= _group_values(scales_ptr, read + N, here, G, TILE, WIDTH)
+    return part, part_up, squares
+
+
+@triton.jit
+def _packed_gemv_kernel(
+    x_ptr,  # [K]
+    codes_ptr,  # [N, row_elements], or [2 N, ...] if GATE
+    scales_ptr,  # [N, G] or [2 N, G]
+    zeros_ptr,  # as scales; read if ZEROS
+    bias_ptr,  # [N] or [2 N]; read if BIAS
+    norm_ptr,  # [K]; read if NORM
+    residual_ptr,  # [N]; read if RESIDUAL
+    out_ptr,  # [N]
+    N,
+    K,
+    row_elements,
+    G,
+    eps,
+    offset,
+    GATE: tl.constexpr,  # a kind of activation.py, "" for none
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    KIND: tl.constexpr,
+    PER: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
+    BLOCK_N: tl.constexpr,  # rows a program
+    BLOCK_K: tl.constexpr,  # columns a step; a multiple of TILE
+    LATE: tl.constexpr,  # hold the next kernel back until the loop is through
+    PDL: tl.constexpr,
+):
+    if not LATE:
+        start_next(PDL)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(row, N - 1)  # rows past the end read the last one again, and are not stored
+    tile, lane = tl.arange(0, BLOCK_K // TILE), tl.arange(0, TILE // PER)
+    element = tile[:, None] * (TILE // PER) + lane[None, :]
+    column = tile[:, None] * TILE + lane[None, :]
+    words = _words(codes_ptr, read, element, row_elements, EVEN)
+    words_up = words
+    if GATE != "":
+        words_up = _words(codes_ptr, read + N, element, row_elements, EVEN)
+    wait_inputs(PDL)
+
+    total, total_up, squares = _step(
+        words, words_up, 0, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G, offset,
+        GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
+    )  # fmt: skip
+    for start in range(BLOCK_K, K, BLOCK_K):
+        words = _words(codes_ptr, read, start // PER + element, row_elements, EVEN)
+        words_up = words
+        if GATE != "":
+            words_up = _words(codes_ptr, read + N, start // PER + element, row_elements, EVEN)
+        part, part_up, square = _step(
+            words, words_up, start, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G, offset,
+            GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
+        )  # fmt: skip
+        total += part
+        total_up += part_up
+        squares += square
+    if LATE:
+        start_next(PDL)
+
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
+    y = tl.sum(tl.sum(total, axis=2), axis=1) * scale
+    if WIDTH == 0:
+        y *= tl.load(scales_ptr + read).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias_ptr + read).to(tl.float32)
+    if GATE != "":
+        up = tl.sum(tl.sum(total_up, axis=2), axis=1) * scale
+        if WIDTH == 0:
+            up *= tl.load(scales_ptr + read + N).to(tl.float32)
+        if BIAS:
+            up += tl.load(bias_ptr + N + read).to(tl.float32)
+        y = activate(y, GATE) * up
+    if RESIDUAL:
+        y += tl.load(residual_ptr + read).to(tl.float32)
+    tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=row < N)
+
+
+def packed_gemv(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    gate: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply one row by a quantised matrix.
+
+    Args:
+        x: [1, K].
+        weight: N rows; with `gate` 2 N, the gate's rows first.
+        bias: one number per row of `weight`.
+        norm: [K], the weight of an RMS norm of x that comes first; None for none.   eps, offset: of that norm.
+        gate: a kind of activation.py: the product's first half goes through it and is multiplied by the second.
+        residual: [1, N], added at the end.
+
+    Returns:
+        [1, N] in x's type. Nothing is rounded in between.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown kind.
+    """
+    options = {"norm": norm, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
+    check_packed("packed_gemv", x, weight, bias, gate)
+    if not use_kernel(x):
+        return packed_gemv_reference(x, weight, bias, **options)
+    rows = weight.codes.shape[0] // (2 if gate else 1)
+    if x.shape[0] != 1 or not x.is_contiguous():
+        raise ValueError(f"packed_gemv: x must be one row [1, {weight.columns}], is {list(x.shape)}")
+    if norm is not None and (norm.shape != x.shape[1:] or not norm.is_contiguous()):
+        raise ValueError(f"packed_gemv: norm must be [{x.shape[1]}], contiguous, is {list(norm.shape)}")
+    if residual is not None and (residual.shape != (1, rows) or not residual.is_contiguous()):
+        raise ValueError(f"packed_gemv: residual must be [1, {rows}], contiguous, is {list(residual.shape)}")
+    out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
+    if rows and x.shape[1]:
+        _launch(x, weight, bias, out, **options)
+    return out
+
+
+def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
+    """One program for each few rows. Unused pointers point at x and are not read."""
+    rows, width, gated = out.shape[1], x.shape[1], gate is not None
+    default = _formula(weight, gated) | {"LATE": norm is not None and not gated}  # as in gemv.py
+    shape = {"inputs": width, "outputs": rows, "gated": int(gated), "bits": weight.bits}
+    options = choose("packed_gemv", x, default, **shape)
+    _packed_gemv_kernel[(cdiv(rows, options["BLOCK_N"]),)](
+        x,
+        weight.raw(),
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        x if bias is None else bias,
+        x if norm is None else norm,
+        x if residual is None else residual,
+        out,
+        rows,
+        width,
+        weight.codes.shape[1],
+        weight.scales.shape[1],
+        eps,
+        offset,
+        GATE=gate or "",
+        BIAS=bias is not None,
+        NORM=norm is not None,
+        RESIDUAL=residual is not None,
+        EVEN=width % options["BLOCK_K"] == 0,
+        NATIVE=facts(x.device).overlaps,
+        **weight.constants(),
+        **options,
+        **overlap(x),
+    )
+
+
+def _formula(weight: Packed, gated: bool) -> dict[str, int]:
+    """2048 bytes of codes a tile of bytes, 4096 of words; half as many rows if there are two."""
+    longest = 1024
+    block = min((longest, 512, 256), key=lambda size: (cdiv(weight.columns, size) * size, -size))
+    elements = 2048 if weight.each == 1 else 2048 // (1 + gated)
+    rows = max(elements * weight.each // block, 1)
+    return {"BLOCK_N": rows // (1 + gated) if weight.each == 1 else rows, "BLOCK_K": block, "num_warps": 2}
+
+
+def check_packed(name: str, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, gate: str | None) -> None:
+    """Refuse what the kernels of packed products cannot read.
+
+    Raises:
+        ValueError: with the shapes.
+    """
+    rows, columns = weight.codes.shape[0], weight.columns
+    tiles = cdiv(columns, weight.tile)
+    wanted = columns if weight.bits == 8 else tiles * weight.tile // weight.each
+    if x.dim() != 2 or x.shape[1] != columns or weight.codes.shape[1] != wanted:
+        raise ValueError(f"{name}: x is {list(x.shape)}, codes {list(weight.codes.shape)} for {columns} columns")
+    groups = cdiv(columns, weight.width) if weight.width else 1
+    for values in (weight.scales, weight.zeros):
+        if values is not None and values.shape != (rows, groups):
+            raise ValueError(f"{name}: scales and zeros must be [{rows}, {groups}], are {list(values.shape)}")
+    if not all(one is None or one.is_contiguous() for one in (weight.codes, weight.scales, weight.zeros)):
+        raise ValueError(f"{name}: codes, scales and zeros must be contiguous")
+    if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
+        raise ValueError(f"{name}: bias must be [{rows}], contiguous, is {list(bias.shape)}")
+    if gate is not None and (gate not in KINDS or rows % 2):
+        raise ValueError(f"{name}: unknown kind {gate!r}, or an odd number of rows, {rows}")
