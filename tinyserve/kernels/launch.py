@@ -241,6 +241,11 @@ def overlap(tensor: torch.Tensor) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if facts(tensor.device).overlaps else {"PDL": False}
 
 
+def speaks_ptx(tensor: torch.Tensor) -> bool:
+    """True on NVIDIA GPUs from sm_90 on: a kernel may hold PTX of that version, and convert fp8 by instructions."""
+    return facts(tensor.device).overlaps
+
+
 @triton.jit
 def wait_inputs(PDL: tl.constexpr):
     """Wait until all kernels launched before have ended and their results are visible. Nothing if PDL is off."""

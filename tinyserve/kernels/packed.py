@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from attrs import frozen
 
-from .launch import cdiv, facts, use_kernel
+from .launch import cdiv, speaks_ptx, use_kernel
 
 KINDS = ("int", "e4m3")
 LONGEST_TILE = 128
@@ -155,6 +155,13 @@ def single(
 
 
 @triton.jit
+def shrunk(x, place: tl.constexpr, PER: tl.constexpr):
+    """x over the factor that `single` leaves in codes at this place."""
+    factor: tl.constexpr = 2.0 ** (-(place * (16 // PER)))
+    return x if PER == 1 else x * factor
+
+
+@triton.jit
 def four_nibbles(code, minus, HALF: tl.constexpr):
     """The four codes of each word, plus `minus`, as float16 if HALF, else bfloat16; two words at a time.
 
@@ -240,8 +247,7 @@ def _packed_dense_kernel(
     group = tile * 0 if WIDTH == 0 else tl.minimum(tile * TILE // max(WIDTH, 1), G - 1)
     scale = tl.load(scales_ptr + row * G + group).to(tl.float32)
     for place in tl.static_range(PER):
-        factor: tl.constexpr = 2.0 ** (-(place * (16 // PER))) if PER > 1 else 1.0
-        number = single(words, place, KIND, PER, MIDDLE, NATIVE) * factor
+        number = shrunk(single(words, place, KIND, PER, MIDDLE, NATIVE), place, PER)
         if ZEROS:
             number -= tl.load(zeros_ptr + row * G + group).to(tl.float32)
         column = tile * TILE + place * (TILE // PER) + lane
@@ -269,7 +275,7 @@ def packed_dense(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
             weight.codes.shape[1],
             weight.scales.shape[1],
             **weight.constants(),
-            NATIVE=facts(out.device).overlaps,
+            NATIVE=speaks_ptx(out),
             EVEN=columns % block == 0,
             BLOCK_K=block,
             num_warps=4,

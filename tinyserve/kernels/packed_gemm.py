@@ -24,8 +24,19 @@ import triton
 import triton.language as tl
 
 from .activation import activate, gated_activation_reference
-from .launch import cdiv, check_rows, choose, facts, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
-from .packed import Packed, four_nibbles, packed_dense_reference, single
+from .launch import (
+    cdiv,
+    check_rows,
+    choose,
+    facts,
+    next_power_of_2,
+    overlap,
+    speaks_ptx,
+    start_next,
+    use_kernel,
+    wait_inputs,
+)
+from .packed import Packed, four_nibbles, packed_dense_reference, shrunk, single
 from .packed_gemv import check_packed
 
 
@@ -46,15 +57,6 @@ def packed_gemm_reference(
 
 
 @triton.jit
-def _numbers(
-    code, place: tl.constexpr, KIND: tl.constexpr, PER: tl.constexpr, MIDDLE: tl.constexpr, NATIVE: tl.constexpr
-):
-    """float32 of the codes at one place of their words, less MIDDLE."""
-    factor: tl.constexpr = 2.0 ** (-(place * (16 // PER))) if PER > 1 else 1.0
-    return single(code, place, KIND, PER, MIDDLE, NATIVE) * factor
-
-
-@triton.jit
 def _columns_of_x(x_row, column, token, M, K, EVEN: tl.constexpr):
     """x [tokens, columns]; zeros beyond the last token and the last column."""
     inside = (token[:, None] < M) if EVEN else (token[:, None] < M) & (column[None, :] < K)
@@ -68,8 +70,8 @@ def _product(
     x_row,
     column,  # [elements] of each element's lowest bits
     token,
-    scale,  # [rows, groups or 1]; multiplied by here if SCALED
-    zero,  # [rows, groups or 1]; read if ZEROS
+    scale,  # [rows, elements]; read if SCALED
+    zero,  # [rows, elements] if SCALED, else [rows]; read if ZEROS
     M,
     K,
     KIND: tl.constexpr,
@@ -87,9 +89,10 @@ def _product(
     if NATIVE and PER == 4 and not SCALED and kind != tl.float32:
         half: tl.constexpr = kind == tl.float16
         base: tl.constexpr = 1024.0 if half else 128.0
-        minus = -(base + zero) if ZEROS else tl.full([1, 1], -(base + MIDDLE), tl.float32)
-        minus = tl.broadcast_to(minus.to(kind), code.shape)
-        w0, w1, w2, w3 = four_nibbles(code, minus, half)
+        w0, w1, w2, w3 = four_nibbles(code, tl.full(code.shape, -(base + MIDDLE), kind), half)
+        if ZEROS:
+            shift = zero[:, None].to(kind)
+            w0, w1, w2, w3 = w0 - shift, w1 - shift, w2 - shift, w3 - shift
         x0 = _columns_of_x(x_row, column, token, M, K, EVEN)
         total = tl.dot(w0, tl.trans(x0), total, input_precision="ieee")
         x1 = _columns_of_x(x_row, column + LANES, token, M, K, EVEN)
@@ -103,9 +106,9 @@ def _product(
             if NATIVE and KIND == "e4m3" and not SCALED:
                 weight = code.to(tl.float8e4nv, bitcast=True).to(kind)
             else:
-                number = _numbers(code, place, KIND, PER, MIDDLE, NATIVE)
+                number = shrunk(single(code, place, KIND, PER, MIDDLE, NATIVE), place, PER)
                 if ZEROS:
-                    number -= zero
+                    number -= zero if SCALED else zero[:, None]
                 if SCALED:
                     number *= scale
                 weight = number.to(kind)
@@ -116,15 +119,15 @@ def _product(
 
 @triton.jit
 def _of_groups(ptr, read, start, tile, G, K, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """float32 values of the groups of a step: [rows, 1] if it lies in one, else [rows, elements]."""
-    row = ptr + read[:, None].to(tl.int64) * G
+    """float32 values of the groups of a step: [rows] if it lies in one, else [rows, elements]."""
+    row = ptr + read.to(tl.int64) * G
     if WIDTH == 0:
-        group = tl.zeros([1, 1], tl.int32)
+        values = tl.load(row)
     elif WIDTH % BLOCK_K == 0:
-        group = tl.zeros([1, 1], tl.int32) + tl.minimum(start, K - 1) // WIDTH
+        values = tl.load(row + tl.minimum(start, K - 1) // WIDTH)
     else:
-        group = tl.minimum((start + tile * TILE) // WIDTH, G - 1)[None, :]
-    return tl.load(row + group).to(tl.float32)
+        values = tl.load(row[:, None] + tl.minimum((start + tile * TILE) // WIDTH, G - 1)[None, :])
+    return values.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -201,7 +204,7 @@ def _packed_gemm_kernel(
                 part, code, x_row, here, token, scale, zero, M, K,
                 KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
             )  # fmt: skip
-            total = part if SCALED else total + part * scale
+            total = part if SCALED else total + part * scale[:, None]
             scale = _of_groups(scales_ptr, read, later, tile, G, K, TILE, WIDTH, BLOCK_K)
             if ZEROS:
                 zero = _of_groups(zeros_ptr, read, later, tile, G, K, TILE, WIDTH, BLOCK_K)
@@ -220,7 +223,7 @@ def _packed_gemm_kernel(
                     part, code, x_row, here, token, scale_up, zero_up, M, K,
                     KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
                 )  # fmt: skip
-                total_up = part if SCALED else total_up + part * scale_up
+                total_up = part if SCALED else total_up + part * scale_up[:, None]
                 scale_up = _of_groups(scales_ptr, read + N, later, tile, G, K, TILE, WIDTH, BLOCK_K)
                 if ZEROS:
                     zero_up = _of_groups(zeros_ptr, read + N, later, tile, G, K, TILE, WIDTH, BLOCK_K)
@@ -231,8 +234,8 @@ def _packed_gemm_kernel(
                 )  # fmt: skip
 
     if WIDTH == 0:
-        total *= scale
-        total_up *= scale_up
+        total *= scale[:, None]
+        total_up *= scale_up[:, None]
     if BIAS:
         total += tl.load(bias_ptr + read)[:, None].to(tl.float32) * tl.where(split == 0, 1.0, 0.0)
         if GATE != "":
@@ -294,7 +297,7 @@ def packed_gemm(
             GATE=gate or "",
             BIAS=bias is not None,
             EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
-            NATIVE=facts(x.device).overlaps,
+            NATIVE=speaks_ptx(x),
             **weight.constants(),
             **options,
             **overlap(x),

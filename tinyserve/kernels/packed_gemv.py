@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from .activation import KINDS, activate, gated_activation_reference
-from .launch import cdiv, choose, facts, overlap, start_next, use_kernel, wait_inputs
+from .launch import cdiv, choose, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
 from .norm import rms_norm_reference
-from .packed import Packed, packed_dense_reference, single
+from .packed import Packed, packed_dense_reference, shrunk, single
 
 
 def packed_gemv_reference(
@@ -69,7 +69,7 @@ def _vector(x_ptr, norm_ptr, column, K, offset, NORM: tl.constexpr, EVEN: tl.con
 def _group_values(ptr, read, tile, G, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """Values [rows, tiles, 1] of the group that each tile lies in."""
     group = tile * 0 if WIDTH == 0 else tl.minimum(tile * TILE // max(WIDTH, 1), G - 1)
-    return tl.load(ptr + read[:, None, None].to(tl.int64) * G + group[None, :, None]).to(tl.float32)
+    return tl.load(ptr + read[:, None].to(tl.int64) * G + group[None, :]).to(tl.float32)[:, :, None]
 
 
 @triton.jit
@@ -108,8 +108,7 @@ def _step(
         x, square = _vector(x_ptr, norm_ptr, start + column + place * (TILE // PER), K, offset, NORM, EVEN)
         squares += square
         sums += x
-        factor: tl.constexpr = 2.0 ** (-(place * (16 // PER))) if PER > 1 else 1.0
-        small = (x * factor)[None, :, :]
+        small = shrunk(x, place, PER)[None, :, :]
         part += single(words, place, KIND, PER, MIDDLE, NATIVE) * small
         if GATED:
             part_up += single(words_up, place, KIND, PER, MIDDLE, NATIVE) * small
@@ -280,7 +279,7 @@ def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
         NORM=norm is not None,
         RESIDUAL=residual is not None,
         EVEN=width % options["BLOCK_K"] == 0,
-        NATIVE=facts(x.device).overlaps,
+        NATIVE=speaks_ptx(x),
         **weight.constants(),
         **options,
         **overlap(x),
