@@ -56,10 +56,13 @@ def open_model(folder, **options):
     return load_model(resolve(str(folder)), **{"dtype": "float32"} | options)
 
 
-def logits(model):
+def logits(model, steps=1):
+    """After the prompt; with two steps, after one more token, which a step computes alone."""
     paged = Paged(model)
     row = paged.add(TOKENS)
-    return paged.step({row: len(TOKENS)})[row]
+    if steps == 2:
+        paged.step({row: len(TOKENS) - 1})
+    return paged.step({row: 1 if steps == 2 else len(TOKENS)})[row]
 
 
 def kept(model):

@@ -331,24 +331,55 @@ def test_the_option_must_agree_with_the_checkpoint():
         check_asked("awq", None)
 
 
-@pytest.mark.parametrize("case", ["fp8", "nvfp4", "act-order"])
+@pytest.mark.parametrize("case", ["fp8", "fp8-blocks", "nvfp4", "asymmetric", "act-order"])
 def test_kernels_give_the_same_logits(case, tmp_path):
-    """The whole model by interpreted kernels, a prompt of 9 and one of 70 tokens: within 1e-3 of the numbers'."""
+    """The whole model by interpreted kernels: steps of 1, 9 and 70 tokens, within 1e-3 of the numbers'.
+
+    All but nvfp4 are packed, so norms, gates and residuals are taken in by their products, and splits are left.
+    """
+    fours = {"quant_method": "gptq", "bits": 4, "group_size": 16}
     packer, config = {
         "fp8": (fp8_channel, FP8),
+        "fp8-blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
         "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-        "act-order": (gptq(4, 16, False, "gptq", True), {"quant_method": "gptq", "bits": 4, "group_size": 16}),
+        "asymmetric": (gptq(4, 16, False, "gptq", False), fours),
+        "act-order": (gptq(4, 16, False, "gptq", True), fours),
     }[case]
-    quantised, numbers = map(open_model, save(tmp_path, packer, config))
+    folders = save(tmp_path, packer, config, sizes={**SIZES, "num_hidden_layers": 1})
+    with interpreting(), nan_outputs():
+        quantised = open_model(folders[0])
+    numbers = open_model(folders[1])
     layer, x = quantised.layers[0].attn.qkv, torch.randn(70, 64)
     weight = numbers.layers[0].attn.qkv.weight
     with interpreting(), nan_outputs():
         many = layer(x)
-        actual = logits(quantised)
+        actual = logits(quantised), logits(quantised, steps=2)
 
+    assert (layer.packed is None) == (case == "nvfp4") and layer.codes.dtype.itemsize <= 2
     torch.testing.assert_close(many, x @ weight.T, rtol=0, atol=1e-4)
-    expected = logits(numbers)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+    for steps, found in enumerate(actual, start=1):
+        expected = logits(numbers, steps=steps)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "config, bits",
+    [
+        (FP8, 8),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, 4),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, 4),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4),
+        ({"quant_method": "fp8", "weight_block_size": [32, 32]}, 8),
+    ],
+)
+def test_dummy_weights_are_quantised_as_the_config_says(config, bits, tmp_path):
+    """All 8 products are codes of the right size, and logits of a prompt are numbers of a sane size, twice the same."""
+    folder, _ = save(tmp_path, lambda module, weight: None, config)
+    model, again = (open_model(folder, load_format="dummy") for _ in range(2))
+
+    assert len(kept(model)) == 8
+    assert all(layer.codes.nbytes == layer.inputs * layer.outputs * bits // 8 for layer in kept(model).values())
+    assert 0.1 < float(logits(model).abs().mean()) < 10 and torch.equal(logits(model), logits(again))
 
 
 def test_a_matrix_that_the_checkpoint_already_fused(tmp_path):

@@ -4,6 +4,8 @@ Numbers are drawn once and repeated from a different place for each tensor, so t
 bandwidth of the device that it is on, not random numbers. They are the same for the same seed and name, on every
 machine. Matrices keep the size of what they multiply and norms scatter around one, so logits stay finite at any depth.
 
+Quantised matrices are random codes, with the scales that give them the same size; no number is ever rounded.
+
 Before: load.py, which asks for every tensor that the model wants.  After: load.py fills them in.
 """
 
@@ -18,6 +20,7 @@ from attrs import frozen
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..quant.codes import Codes, Scheme
 
 POOL = 1048573  # prime, so that no matrix gets equal rows
 
@@ -56,6 +59,59 @@ class Noise:
         start = zlib.crc32(self.name.encode()) % POOL
         numbers = scaled(self.seed, self.mean, self.spread, dtype, self.device)[start : start + POOL]
         return (numbers if count <= POOL else numbers.repeat(-(-count // POOL)))[:count].view(self.shape)
+
+    def blocks(self) -> Tensor:
+        """Noise has no GGUF blocks. Raises: CheckpointError: always."""
+        raise CheckpointError(f"{self.name}: noise has no GGUF blocks.")
+
+
+@cache
+def pooled_codes(seed: int, scheme: Scheme) -> tuple[Tensor, float, int]:
+    """Return POOL random codes twice in a row, the root mean square of what they stand for, and their zero point."""
+    numbers = pool(seed)
+    if scheme.bits == 8 and scheme.name.startswith(("fp8", "mxfp8")):
+        codes, zero = (numbers * 64).clamp(-448, 448).to(torch.float8_e4m3fn), 0
+    elif scheme.bits == 8:
+        codes, zero = (numbers * 32).round().clamp(-127, 127).to(torch.int8), 0
+    else:
+        zero = 0 if scheme.table else 2 ** (scheme.bits - 1)
+        spread = zero / 2 if zero else 4.0
+        codes = (numbers * spread + zero).round().clamp(0, 2**scheme.bits - 1).to(torch.uint8)
+    found = codes.float() - zero if scheme.table is None else torch.tensor(scheme.table)[codes.int()]
+    return torch.cat((codes, codes)), float(found.square().mean().sqrt()), zero
+
+
+@frozen(eq=False)
+class NoiseCodes:
+    """A quantised matrix of noise (a `Stored` of quant/format.py, with codes as quant/stored.py has them)."""
+
+    name: str
+    shape: tuple[int, ...]
+    seed: int
+    scheme: Scheme
+    nbytes: int = 0
+
+    @property
+    def qtype(self) -> str:
+        return self.scheme.name
+
+    def codes(self) -> Codes:
+        """Return random codes, and scales that make numbers of sane size of them."""
+        rows, columns = self.shape
+        pooled, size, zero = pooled_codes(self.seed, self.scheme)
+        start = zlib.crc32(self.name.encode()) % POOL
+        codes = pooled[start : start + POOL]
+        bytes_of = codes.view(torch.uint8) if codes.is_floating_point() else codes  # float8 has no `repeat`
+        codes = bytes_of.repeat(-(-rows * columns // POOL))[: rows * columns].view(codes.dtype).view(rows, columns)
+        count = -(-columns // self.scheme.width) if self.scheme.width else 1
+        scales = torch.full((rows, count), columns**-0.5 / size).half().float()
+        zeros = torch.full((rows, count), zero, dtype=torch.uint8) if zero else None
+        static = self.scheme.inputs is not None and self.scheme.inputs.static
+        return Codes(self.scheme, codes, scales, zeros, input_scale=torch.tensor(0.05) if static else None)
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return plain numbers; see Stored."""
+        return self.codes().dense(dtype)
 
     def blocks(self) -> Tensor:
         """Noise has no GGUF blocks. Raises: CheckpointError: always."""

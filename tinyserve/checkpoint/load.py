@@ -28,17 +28,19 @@ from torch import nn
 from ..errors import CheckpointError
 from ..layers.linear import Linear
 from ..layers.moe import ExpertLinear
+from ..quant.codes import Scheme
 from ..quant.cpu import is_exact
 from ..quant.cpu_dense import dense_dtype
 from ..quant.format import Stored, WeightFormat
 from ..quant.plain import Plain
-from .dummy import noise, scaled
+from .dummy import NoiseCodes, noise, scaled
 from .lanes import Carried, Lanes
 from .table import Piece, Row, Weights, find, pieces, sources
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; may be called from any thread, one call at a time
 ChooseFormat = Callable[[str, Linear, tuple[Stored, ...]], WeightFormat]  # path, layer, the weight of each part
+SchemeFor = Callable[[str, Linear, int], Scheme | None]  # path, layer, part
 SHOWN = 8  # names in an error
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints saved it all the same
 MAX_THREADS = 8
@@ -234,20 +236,44 @@ def origin(stored: Stored) -> Stored:
 
 
 def load_dummy(
-    model: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int, tied: Mapping[str, str]
+    model: nn.Module,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    tied: Mapping[str, str],
+    format_for: ChooseFormat | None = None,
+    scheme_for: SchemeFor | None = None,
 ) -> None:
-    """Fill `model` with noise that is the same for the same seed. Args: tied: {head: owner} that share a weight."""
+    """Fill `model` with noise that is the same for the same seed.
+
+    Args:
+        tied: {head: owner} that share a weight.
+        format_for: as of `load`.
+        scheme_for: the scheme that the config gives a part of a linear layer; None: plain numbers.
+    """
     jobs = []
     modules = dict(targets(model))
     for path, target in modules.items():
         if path in tied:
             continue
-        target.allocate(dtype, device)
-        neutral = getattr(target, "neutral", None)
+        neutral, kind = getattr(target, "neutral", None), isinstance(target, Linear)
+        stored: dict[tuple[str, int], Stored] = {}
         for part in range(len(target.parts)):
             for name in target.names:
-                stored = noise(f"{path}.{name}.{part}", target.shape(name, part), seed, neutral, device)
-                jobs.append(Job(target, name, part, stored))
+                shape = target.shape(name, part)
+                scheme = scheme_for(path, target, part) if scheme_for and kind and name == "weight" else None
+                full = f"{path}.{name}.{part}"
+                plain = scheme is None
+                stored[name, part] = (
+                    noise(full, shape, seed, neutral, device) if plain else NoiseCodes(full, shape, seed, scheme)
+                )
+        if kind and format_for is not None:
+            target.format = format_for(
+                path, target, tuple(one for (name, _), one in stored.items() if name == "weight")
+            )
+        target.allocate(dtype, device)
+        jobs += [Job(target, name, part, one) for (name, part), one in stored.items()]
     run(jobs, None, device)
     scaled.cache_clear()
     for head, owner in tied.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -18,15 +19,17 @@ from typing import Any
 import torch
 
 from ..checkpoint.gguf_names import stored_tensors
-from ..checkpoint.load import ChooseFormat, Progress, load, load_dummy
+from ..checkpoint.load import ChooseFormat, Progress, SchemeFor, load, load_dummy
 from ..checkpoint.safetensors import open_safetensors
 from ..checkpoint.source import Source
 from ..checkpoint.stacked import unstack
+from ..checkpoint.table import Weights, sources
 from ..errors import CheckpointError, UnsupportedModel
 from ..layers.linear import Linear
-from ..quant.detect import detect
+from ..quant.codes import Scheme
+from ..quant.detect import detect, dummy_scheme
 from ..quant.format import Stored
-from ..quant.grouped import ByPart, Grouped, grouped_formats
+from ..quant.grouped import Grouped, grouped_formats
 from ..quant.stored import Method, QuantizedTensor, wrap
 from . import fallback
 from .config import HF, architecture, choose_dtype
@@ -146,9 +149,12 @@ def load_model(
     model = build_model(config)
     dtype = choose_dtype(dtype, model.config, device)
     if load_format == "dummy":
-        if format_for is not None:
-            raise CheckpointError("Dummy weights are plain numbers; leave the quantisation out.")
-        load_dummy(model, dtype=dtype, device=device, seed=seed, tied=TIED if model.config.tied_head else {})
+        method = detect(config, source.json("hf_quant_config.json"))
+        options = {"dtype": dtype, "device": device, "format_for": format_for or grouped_formats()}
+        if method is not None:
+            options["scheme_for"] = dummy_schemes(method, family(model.config.architecture).WEIGHTS)
+        load_dummy(model, seed=seed, tied=TIED if model.config.tied_head else {}, **options)
+        report(model, method, [], device)
     else:
         tensors = open_tensors(source, load_format, model)
         method = quantisation(source, config, load_format)
@@ -182,9 +188,22 @@ def quantisation(source: Source, config: Mapping[str, Any], load_format: str) ->
     return detect(config, source.json("hf_quant_config.json"))
 
 
+def dummy_schemes(method: Method, weights: Weights) -> SchemeFor:
+    """Return what says how a part of a linear layer would be quantised; the head would not.
+
+    Args: weights: the family's table, which knows the checkpoint's names.
+    """
+
+    def scheme_for(path: str, layer: Linear, part: int) -> Scheme | None:
+        names = sources(weights, path, len(layer.parts))
+        return None if path == "head" else dummy_scheme(method, names[part], layer.parts[part], layer.inputs)
+
+    return scheme_for
+
+
 def report(model: Decoder, method: Method | None, quantised: list[QuantizedTensor], device: torch.device) -> None:
     """Log what became of quantised matrices: which are kept, which became plain numbers, and what is slow."""
-    if method is not None:
+    if method is not None and quantised:
         dense = sorted(set().union(*(one.made_dense for one in quantised)))
         kept = len(quantised) - len(dense)
         log.info("%s: %d quantised matrices, %d of them kept as they are", method.title, len(quantised), kept)
@@ -193,18 +212,15 @@ def report(model: Decoder, method: Method | None, quantised: list[QuantizedTenso
                 "%d matrices of %s were turned into plain numbers while loading, or packed anew for this CPU (%s ...)",
                 len(dense), method.title, dense[0],
             )  # fmt: skip
-    formats = [module.format for module in model.modules() if isinstance(module, Linear)]
-    slow = sum(isinstance(one, (Grouped, ByPart)) for one in formats)
-    if slow and device.type == "cpu":
+    layers = [layer for layer in model.modules() if isinstance(getattr(layer, "format", None), Grouped)]
+    if layers and device.type == "cpu":
         log.warning(
             "%d products make their quantised matrix dense each time: they save memory, but are slower than plain "
-            "numbers. --dtype auto without --quantization packs them for a CPU's fast products", slow,
+            "numbers. --dtype auto without --quantization packs them for a CPU's fast products", len(layers),
         )  # fmt: skip
-    elif slow:
-        log.warning(
-            "%d quantised products use tiles that were not measured on this device: they save memory, and may be "
-            "slower than plain numbers", slow,
-        )  # fmt: skip
+    slow = Counter(why for layer in layers if (why := layer.format.slower(layer)))
+    for why, count in slow.items() if device.type != "cpu" else ():
+        log.warning("%d quantised products may be slower than plain numbers: %s", count, why)
 
 
 def as_saved(made: ModuleType, tensors: Mapping[str, Stored], num_layers: int) -> dict[str, Stored]:

@@ -12,15 +12,20 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from attrs import frozen
+from torch import Tensor
+
 from ..errors import CheckpointError, ConfigError, UnsupportedModel, shown
 from .awq import read_awq
-from .bitsandbytes import read_bitsandbytes
-from .compressed import read_compressed
+from .bitsandbytes import NF4, read_bitsandbytes
+from .codes import Scheme
+from .compressed import Compressed, read_compressed
 from .format import Fused, Stored, WeightFormat
 from .fp8 import read_fbgemm, read_fp8
-from .gptq import read_gptq
+from .gptq import GPTQ, read_gptq
 from .grouped import ONLINE, grouped_formats
-from .modelopt import read_modelopt
+from .modelopt import ModelOptNVFP4, read_modelopt
 from .stored import Method
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
@@ -89,3 +94,44 @@ def check_asked(asked: str | None, method: Method | None) -> None:
 def online(asked: str | None) -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat] | None:
     """Return the choice of formats that rounds plain numbers as `--quantization` asks, or None if it does not."""
     return grouped_formats(ONLINE[asked]) if asked in ONLINE else None
+
+
+@frozen(eq=False)
+class Blank:
+    """A tensor that is not there: what a method may ask of one to describe it (a `Stored` of format.py)."""
+
+    shape: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
+    qtype: str | None = None
+    nbytes: int = 0
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that it was given."""
+        return torch.tensor(self.numbers, dtype=dtype)
+
+    def blocks(self) -> Tensor:
+        """There are none. Raises: CheckpointError: always."""
+        raise CheckpointError("A tensor that is not there has no blocks.")
+
+
+def dummy_scheme(method: Method, module: str, rows: int, columns: int) -> Scheme:
+    """Return the scheme that a matrix would have in a checkpoint of this method.
+
+    Raises: UnsupportedModel: the method describes itself in its files only.
+    """
+    tensors = {
+        "weight": Blank((rows, columns)),
+        "weight_scale": Blank((rows, 1)),
+        "qweight": Blank((columns, rows // 8)),
+    }
+    if isinstance(method, GPTQ):
+        tensors["qweight"] = Blank((columns * method.bits // 32, rows))
+    elif isinstance(method, ModelOptNVFP4):
+        tensors["weight"] = Blank((rows, columns // 2))
+    elif isinstance(method, NF4):
+        raise UnsupportedModel("Dummy weights of bitsandbytes in 4 bits are not implemented: tables are in its files.")
+    elif isinstance(method, Compressed) and method.group(module).bits < 8:
+        tensors |= {"weight_packed": Blank((rows, columns // 2)), "weight_shape": Blank((2,), (rows, columns))}
+        if method.group(module).width == 16:
+            tensors["weight_global_scale"] = Blank((1,))
+    return method.tensor(module, tensors).scheme

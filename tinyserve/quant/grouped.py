@@ -6,12 +6,22 @@
 a checkpoint that keeps k and v in more bits than q. `Grouped` also rounds plain numbers while they are loaded
 (`--quantization`): a layer's dense weight lives only as long as its rounding takes.
 
-On a GPU the codes go into kernels/grouped_gemm.py, and beyond MOST_ROWS rows the matrix is made dense for one product.
-Kernels multiply in 16 bits, so activations are not rounded there, even where a checkpoint was made for that: rounding
-would only add error. On a CPU products are the readable ones: inputs rounded as the checkpoint says, the matrix made
-dense, torch multiplies. That is slower than plain numbers; `--dtype auto` does not come here on a CPU (quant/cpu.py).
+On a GPU integers and fp8 are kept in the order of kernels/packed.py, and multiplied as plain numbers are (plain.py):
 
-Before: codes.py, stored.py, kernels/grouped_gemm.py.  After: models/registry.py chooses it, layers/linear.py calls it.
+    1 row           kernels/packed_gemv.py, which takes in the norm before, the gate and the residual after
+    2 .. about 64   kernels/packed_gemm.py, which takes in the gate, and may leave its splits to the next norm
+    more            fp8 with one scale a row: x is rounded to fp8 too, and torch multiplies; else the matrix is made
+                    dense for one product of torch
+
+Columns that were quantised out of order (act-order) are put in order, and x is, at each product. What the packed
+kernels do not read (tables, groups narrower than 16) goes into kernels/grouped_gemm.py, which is slower.
+
+Up to 64 rows activations are not rounded on a GPU, even where a checkpoint was made for that: rounding would only add
+error. On a CPU products are the readable ones: inputs rounded as the checkpoint says, the matrix made dense, torch
+multiplies. That is slower than plain numbers; `--dtype auto` does not come here on a CPU (quant/cpu.py).
+
+Before: codes.py, stored.py, kernels/packed.py, kernels/grouped_gemm.py.
+After: models/registry.py chooses it, layers/linear.py calls it.
 """
 
 from __future__ import annotations
@@ -22,8 +32,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..kernels.activation import gated_activation
 from ..kernels.grouped_gemm import grouped_dense, grouped_gemm, unpack
-from ..kernels.launch import choose, use_kernel
+from ..kernels.launch import choose, facts, speaks_ptx, tuned_rows, use_kernel
+from ..kernels.norm import rms_norm
+from ..kernels.packed import Packed, can_pack, packed_dense, tile_of, tiled
+from ..kernels.packed_gemm import packed_gemm
+from ..kernels.packed_gemv import packed_gemv
+from ..kernels.round_rows import round_rows
 from .codes import FP4, Codes, Inputs, Scheme, compact, pack, quantise, rounded
 from .format import Fused, Stored, WeightFormat
 from .plain import Plain
@@ -43,6 +59,7 @@ class Grouped:
     """Codes and scales of one scheme. Args: scheme: of all parts."""
 
     names = ("weight",)
+    folds = True  # `product` takes a norm in and leaves parts
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -52,29 +69,22 @@ class Grouped:
         layer.loaded = {}
 
     def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
-        """Take one matrix over, or round it if its numbers are plain; packed, on the layer's device."""
+        """Take one matrix over, or round it if its numbers are plain; on the layer's device, packed by `finish`."""
         scheme = getattr(stored, "scheme", None)
         codes = quantise(stored.read(torch.float32), self.scheme) if scheme is None else stored.codes()
-        packed = {"codes": pack(codes.codes, self.scheme.bits), "scales": compact(codes.scales), "zeros": codes.zeros}
-        packed |= {"groups": codes.groups, "input_scale": codes.input_scale, "input_zero": codes.input_zero}
+        # One scale a row is little, and torch's product of fp8 wants it in float32.
+        scales = compact(codes.scales) if codes.scales.shape[1] > 1 else codes.scales.float()
+        found = {"codes": codes.codes, "scales": scales, "zeros": codes.zeros, "groups": codes.groups}
+        found |= {"input_scale": codes.input_scale, "input_zero": codes.input_zero}
         layer.loaded[part] = {
             what: None if tensor is None else tensor.contiguous().to(layer.device, copy=True)
-            for what, tensor in packed.items()
+            for what, tensor in found.items()
         }
 
     def finish(self, layer: Fused) -> None:
-        """Put the parts on top of each other."""
+        """Put the parts on top of each other, and pack them."""
         parts = [layer.loaded[part] for part in range(len(layer.parts))]
         del layer.loaded
-        for what in ("codes", "scales", "zeros"):
-            tensors = [part[what] for part in parts]
-            given = [tensor for tensor in tensors if tensor is not None]
-            if given and len(given) < len(tensors):  # one part has zero points, another none
-                tensors = [
-                    torch.zeros_like(part["scales"]) if tensor is None else tensor.to(part["scales"].dtype)
-                    for tensor, part in zip(tensors, parts, strict=True)
-                ]
-            layer.register_buffer(what, stacked(tensors) if given else None)
         groups = [part["groups"] for part in parts]
         same = all(g is None for g in groups) or all(g is not None and torch.equal(g, groups[0]) for g in groups)
         layer.register_buffer("groups", groups[0] if same else self._all_groups(layer, groups))
@@ -84,6 +94,42 @@ class Grouped:
         for what in ("input_scale", "input_zero"):
             scales = [part[what].reshape(-1) for part in parts if part[what] is not None]
             layer.register_buffer(what, torch.cat(scales).amax() if scales else None)
+        scales = stacked([part["scales"] for part in parts])
+        zeros = all_zeros([part["zeros"] for part in parts], [part["scales"] for part in parts])
+        width = 0 if scales.shape[1] == 1 else self.scheme.width
+        codes = [part.pop("codes") for part in parts]
+        order = self._order(layer, codes[0], scales.shape[1], width)
+        layer.packed = None
+        layer.register_buffer("order", None if order is None or layer.groups is None else order)
+        if order is None:
+            codes = torch.cat([pack(one, self.scheme.bits) for one in codes])
+        else:
+            layer.register_buffer("groups", None)
+            codes = torch.cat([self._tiled(one, layer.order, width) for one in codes])
+            middle = one_value(zeros)
+            zeros = zeros if middle is None else None
+            layer.packed = Packed(
+                codes, scales, zeros, layer.inputs, self.scheme.bits, width, kind_of(codes), middle or 0
+            )
+        layer.register_buffer("codes", codes)
+        layer.register_buffer("scales", scales)
+        layer.register_buffer("zeros", zeros)
+
+    def _order(self, layer: Fused, codes: Tensor, count: int, width: int) -> Tensor | None:
+        """Columns in the order of their groups [K], if the layer can be packed; else None."""
+        if not use_kernel(codes) or self.scheme.table is not None or not can_pack(self.scheme.bits, width, "int"):
+            return None
+        if layer.groups is None:
+            return torch.empty(0, device=layer.device)  # they are in order
+        if layer.groups.dim() > 1 or layer.inputs != count * width:
+            return None
+        full = torch.equal(layer.groups.bincount(minlength=count), torch.full_like(layer.groups[:count], width))
+        return layer.groups.argsort(stable=True) if full else None
+
+    def _tiled(self, codes: Tensor, order: Tensor | None, width: int) -> Tensor:
+        """Codes [N, K] of one part in the order of kernels/packed.py."""
+        codes = codes if order is None else codes[:, order]
+        return codes if self.scheme.bits == 8 else tiled(codes, self.scheme.bits, tile_of(width))
 
     def _all_groups(self, layer: Fused, groups: list[Tensor | None]) -> Tensor:
         """Groups [parts, K], for parts that order their columns each in a way of its own."""
@@ -102,14 +148,64 @@ class Grouped:
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype."""
         if use_kernel(x):
-            return self._product(x, layer)
+            return self.product(x, layer)
         if self.scheme.inputs is not None:
             x = rounded(x, self.scheme.inputs, layer.input_scale, layer.input_zero)
         weight = torch.cat([codes.dense(x.dtype) for codes in self.codes(layer)])
         return F.linear(x, weight, layer.bias)
 
+    def slower(self, layer: Fused) -> str:
+        """Why the layer's products may take longer than plain numbers would; "" if there is no reason to think so."""
+        if layer.packed is None:
+            return f"{self.scheme.name} has no kernel of its own, the general one serves it"
+        if not tuned_rows(facts(layer.codes.device).name).get("packed_gemv"):
+            return "no tiles were measured on this device"
+        return ""
+
+    def product(
+        self,
+        x: Tensor,
+        layer: Fused,
+        *,
+        norm: tuple[Tensor, float, float] | None = None,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+        parts: bool = False,
+    ) -> Tensor:
+        """The product on a GPU, with what stands around it; arguments as of plain.py."""
+        tokens, packed = x.shape[0], layer.packed
+        if packed is not None and tokens == 1 and layer.order is None:
+            weight, eps, offset = norm or (None, 0.0, 0.0)
+            given = {"norm": weight, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
+            return packed_gemv(x, packed, layer.bias, **given)
+        if norm is not None:
+            x = rms_norm(x, norm[0], norm[1], offset=norm[2])
+        if packed is None:
+            y = self._product(x, layer)
+        else:
+            x = x if layer.order is None else x[:, layer.order]
+            if tokens == 1:
+                return packed_gemv(x, packed, layer.bias, gate=gate, residual=residual)
+            if tokens <= most_rows(x, layer):
+                y, gate = packed_gemm(x, packed, layer.bias, gate=gate, parts=parts and residual is None), None
+            else:
+                y = self._many(x, layer)
+        y = y if gate is None else gated_activation(y, gate)
+        return y if residual is None else y + residual
+
+    def _many(self, x: Tensor, layer: Fused) -> Tensor:
+        """The product of many rows: in fp8 if that is what the weights are, else by numbers in full."""
+        packed, inputs = layer.packed, self.scheme.inputs
+        scaled = packed.kind == "e4m3" and packed.width == 0 and inputs is not None and inputs.width == 0
+        if not (
+            scaled and x.dtype == torch.bfloat16 and speaks_ptx(x) and not (layer.inputs % 16 or layer.outputs % 16)
+        ):
+            return F.linear(x, packed_dense(packed, x.dtype), layer.bias)
+        codes, scales = round_rows(x, layer.input_scale, limit=inputs.limit)
+        return scaled_product(codes, scales, packed, layer.bias)
+
     def _product(self, x: Tensor, layer: Fused) -> Tensor:
-        """The product by kernels; one for each part where parts have groups of their own."""
+        """The product by the general kernel; one for each part where parts have groups of their own."""
         if layer.groups is not None and layer.groups.dim() > 1:
             rows = [layer.rows(part) for part in range(len(layer.parts))]
             y = torch.cat([self._rows(x, layer, r, g) for r, g in zip(rows, layer.groups, strict=True)], dim=1)
@@ -119,15 +215,58 @@ class Grouped:
     def _rows(self, x: Tensor, layer: Fused, rows: slice, groups: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """The product with some rows of the weight."""
         given = (layer.codes[rows], layer.scales[rows], None if layer.zeros is None else layer.zeros[rows])
-        kind = "e4m3" if layer.codes.is_floating_point() else "int"
+        kind = kind_of(layer.codes)
         if layer.table is not None:
             kind = "e2m1" if self.scheme.table == FP4 else "table"
         layout = {"bits": self.scheme.bits, "width": self.scheme.width, "kind": kind}
         layout |= {"table": layer.table, "groups": groups}
-        shape = {"inputs": layer.inputs, "outputs": given[0].shape[0], "bits": self.scheme.bits}
-        if x.shape[0] <= choose("grouped_product", x, {"GROUPED_ROWS": MOST_ROWS}, **shape)["GROUPED_ROWS"]:
+        if x.shape[0] <= most_rows(x, layer):
             return grouped_gemm(x, *given, bias, **layout)
         return F.linear(x, grouped_dense(*given, columns=layer.inputs, dtype=x.dtype, **layout), bias)
+
+
+def kind_of(codes: Tensor) -> str:
+    """What codes without a table are, as kernels call it."""
+    return "e4m3" if codes.is_floating_point() else "int"
+
+
+def most_rows(x: Tensor, layer: Fused) -> int:
+    """The largest number of rows for which a product reads codes rather than numbers made of them."""
+    shape = {"inputs": layer.inputs, "outputs": layer.outputs, "bits": 8 * layer.codes.element_size()}
+    shape["bits"] = layer.packed.bits if layer.packed is not None else shape["bits"]
+    return choose("grouped_product", x, {"GROUPED_ROWS": MOST_ROWS}, **shape)["GROUPED_ROWS"]
+
+
+def scaled_product(codes: Tensor, scales: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """fp8 times fp8 by torch, [T, N] in bfloat16. Args: codes [T, K], scales [T]: of the activations."""
+    y = torch._scaled_mm(
+        codes,
+        weight.codes.t(),
+        scale_a=scales[:, None],
+        scale_b=weight.scales.t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return y if bias is None else y + bias
+
+
+def all_zeros(zeros: list[Tensor | None], scales: list[Tensor]) -> Tensor | None:
+    """Return the zero points of all parts [N, G], or None if no part has any."""
+    given = [one for one in zeros if one is not None]
+    if given and len(given) < len(zeros):  # one part has zero points, another none
+        zeros = [
+            torch.zeros_like(scale) if zero is None else zero.to(scale.dtype)
+            for zero, scale in zip(zeros, scales, strict=True)
+        ]
+    return stacked(zeros) if given else None
+
+
+def one_value(zeros: Tensor | None) -> int | None:
+    """Return the integer that all zero points are, or None if they differ; 0 if there are none."""
+    if zeros is None or not zeros.numel():
+        return 0
+    first = float(zeros.flatten()[0])
+    return int(first) if first == int(first) and bool((zeros == zeros.flatten()[0]).all()) else None
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
