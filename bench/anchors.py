@@ -64,6 +64,14 @@ def _30b(**values):
     return Row(model="qwen3-30b-a3b", **values)
 
 
+def _fp8(**values):
+    return Row(model="llama-3.1-8b-fp8-ct", **values)
+
+
+def _int4(**values):
+    return Row(model="llama-3.1-8b-gptq-int4", **values)
+
+
 ROWS = {
     "W2b": _small(batch=1, prompt=128, out=256, unit="ms/token", floor=0.29, peer=2.30, must=0.85, ttft=8.0),
     "W2": _small(
@@ -81,6 +89,12 @@ ROWS = {
     "W1c": _8b(batch=512, prompt=512, out=256, unit="tok/s", floor=17000, peer=9787, must=10300),
     "W1d": _8b(batch=32, prompt=4096, out=1, unit="prompt tok/s", floor=52500, peer=40780, must=36000),
     "W1e": _8b(batch=8, prompt=32000, out=64, unit="ms/token", floor=11.3, peer=13.5, must=13.2),
+    "W4a": _fp8(batch=1, prompt=128, out=128, unit="ms/token", floor=1.9, peer=3.54, must=3.2),
+    "W4b": _fp8(batch=64, prompt=512, out=128, unit="ms/token", floor=2.6, peer=5.26, must=5.0),
+    "W4c": _fp8(batch=256, prompt=512, out=128, unit="tok/s", floor=16600, peer=9375, must=9400),
+    "W4d": _int4(batch=1, prompt=128, out=128, unit="ms/token", floor=1.1, peer=3.78, must=2.4),
+    "W4e": _int4(batch=64, prompt=512, out=128, unit="ms/token", floor=1.8, peer=6.62, must=6.4),
+    "W4e256": _int4(batch=256, prompt=512, out=128, unit="tok/s", floor=10400, peer=6374, must=6600),
     "W3a": _30b(batch=1, prompt=128, out=128, unit="ms/token", floor=1.43, peer=4.11, must=2.9, ttft=12.8),
     "W3b": _30b(batch=64, prompt=512, out=128, unit="ms/token", floor=14.5, peer=18.1, must=18.0),
     "W3c": _30b(batch=256, prompt=512, out=128, unit="tok/s", floor=9900, peer=6837, must=6900),
