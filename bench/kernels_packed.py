@@ -18,14 +18,16 @@ from kernels_dense import COLD, MODELS, Role, difference, folded
 from torch.nn import functional as F
 
 from tinyserve.kernels.activation import gated_activation
+from tinyserve.kernels.norm import rms_norm
 from tinyserve.kernels.packed import Packed, packed_dense
 from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
 from tinyserve.kernels.packed_gemv import packed_gemv, packed_gemv_reference
 from tinyserve.kernels.round_rows import round_rows
+from tinyserve.kernels.scaled_gemm import scaled_gemm, scaled_gemm_reference
 from tinyserve.quant.grouped import scaled_product
 
-TOKENS = (1, 16, 64)
-MANY = (64, 128, 256, 2048)
+TOKENS = {"fp8": (1, 16, 64), "int4": (1, 16, 64)}
+MANY = (128, 256, 2048)
 FORMATS = {"fp8": 8, "int4": 4}
 
 
@@ -54,39 +56,54 @@ def cases() -> Iterator[Case]:
             weights = [first]
             weights += [Packed(c, first.scales, None, first.columns, first.bits, first.width, first.kind, first.middle)
                         for c in others]  # fmt: skip
-            for tokens in TOKENS:
-                yield _few(format, role, tokens, weights)
+            for tokens in TOKENS[format]:
+                yield from _few(format, role, tokens, weights)
             for tokens in MANY if role.name in ("qkv", "gate_up") else ():
                 yield from _many(format, role, tokens, weights[: 2 if tokens > 256 else None])
 
 
-def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Case:
+def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterator[Case]:
     x = torch.randn(tokens, role.inputs, dtype=torch.bfloat16)
     norm, residual = torch.ones(role.inputs, dtype=torch.bfloat16), torch.randn(1, role.outputs, dtype=torch.bfloat16)
-    options = folded(role, norm, residual)
-    gate = "silu" if role.gate else None
+    options, gate = folded(role, norm, residual), "silu" if role.gate else None
+    given = {"moved": moved(weights[0]), "flops": 2 * tokens * role.inputs * role.rows, "spaced": False}
+    given |= {"tags": {"role": role, "tokens": tokens, "format": format}}
+    shape = f"8B {format} {role.name} {role.inputs} x {role.rows}, {tokens} tokens"
+
+    def case(kernel: str, call: Callable[[Packed], torch.Tensor], reference: Callable[[], torch.Tensor]) -> Case:
+        def error() -> float:
+            y = call(weights[0])
+            return difference(y.float().sum(0) if y.dim() == 3 else y, reference())
+
+        return Case(kernel, shape, [lambda w=w: call(w) for w in weights], error=error, **given)
+
     if tokens == 1:
-        calls = [lambda w=w: packed_gemv(x, w, **options) for w in weights]
-
-        def error() -> float:
-            return difference(calls[0](), packed_gemv_reference(x, weights[0], **options))
+        own = {"gate": gate, "residual": options["residual"]}
+        yield case(
+            "packed_gemv",
+            lambda w: packed_gemv(x, w, **options),
+            lambda: packed_gemv_reference(x, weights[0], **options),
+        )
+        if format == "int4":
+            normed = (lambda: rms_norm(x, norm, 1e-6)) if role.norm else lambda: x
+            yield case(
+                "packed_gemm",
+                lambda w: packed_gemm(normed(), w, **own),
+                lambda: packed_gemv_reference(x, weights[0], **options),
+            )
+        return
+    own = {"gate": gate, "parts": role.residual}
+    if format == "fp8":
+        same = {"dtype": torch.bfloat16, "gate": gate}
+        yield case(
+            "scaled_gemm",
+            lambda w: scaled_gemm(*round_rows(x), w, parts=role.residual, **same),
+            lambda: scaled_gemm_reference(*round_rows(x), weights[0], **same),
+        )
     else:
-        calls = [lambda w=w: packed_gemm(x, w, gate=gate, parts=role.residual) for w in weights]
-
-        def error() -> float:
-            y = calls[0]()
-            return difference(y.sum(0) if role.residual else y, packed_gemm_reference(x, weights[0], gate=gate))
-
-    return Case(
-        "packed_gemv" if tokens == 1 else "packed_gemm",
-        f"8B {format} {role.name} {role.inputs} x {role.rows}, {tokens} tokens",
-        calls,
-        moved=moved(weights[0]),
-        flops=2 * tokens * role.inputs * role.rows,
-        error=error,
-        tags={"role": role, "tokens": tokens, "format": format},
-        spaced=False,
-    )
+        yield case(
+            "packed_gemm", lambda w: packed_gemm(x, w, **own), lambda: packed_gemm_reference(x, weights[0], gate=gate)
+        )
 
 
 def _many(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterator[Case]:
@@ -103,20 +120,20 @@ def _many(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterat
         yield Case("scaled", shape, gated(lambda w: scaled_product(*round_rows(x), w, None)), **given)
     else:
         yield Case("dense", shape, gated(lambda w: F.linear(x, packed_dense(w, torch.bfloat16))), **given)
-    if tokens == 128:
         gate = "silu" if role.gate else None
-        yield Case("packed_gemm", shape, [lambda w=w: packed_gemm(x, w, gate=gate) for w in weights], **given)
+        if tokens <= 256:
+            yield Case("packed_gemm", shape, [lambda w=w: packed_gemm(x, w, gate=gate) for w in weights], **given)
 
 
 # Rows and columns of a tile, warps.
 GEMV_TILES = {
-    "fp8": [(2, 1024, 2), (4, 512, 2), (4, 1024, 4), (4, 1024, 2), (8, 512, 4), (2, 2048, 4), (8, 1024, 4)],
-    "int4": [(4, 1024, 1), (8, 1024, 2), (8, 512, 1), (4, 2048, 2), (16, 512, 2), (2, 2048, 1), (4, 1024, 2)],
+    "fp8": [(8, 512, 4), (8, 1024, 4), (4, 1024, 4), (4, 1024, 2)],
+    "int4": [(8, 1024, 2), (4, 1024, 1), (4, 2048, 2), (8, 2048, 4)],
 }
 # Rows and columns of a tile, stages, warps.
 GEMM_TILES = {
-    "fp8": [(64, 128, 4, 4), (64, 256, 3, 4), (64, 128, 6, 4), (128, 128, 4, 8), (128, 128, 3, 4)],
-    "int4": [(64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 4, 8), (128, 128, 4, 4), (128, 128, 6, 8)],
+    "fp8": [(64, 256, 4, 4), (64, 256, 3, 4), (128, 128, 4, 8), (128, 128, 4, 4), (64, 128, 6, 4)],
+    "int4": [(64, 128, 4, 4), (64, 128, 6, 2), (32, 128, 6, 2), (32, 128, 6, 1), (16, 128, 8, 1), (128, 128, 4, 8)],
 }
 
 
@@ -124,15 +141,18 @@ def variants(case: Case) -> Iterator[dict]:
     if not case.tags:
         return
     role, tokens, format = case.tags["role"], case.tags["tokens"], case.tags["format"]
-    if tokens == 1:
+    if case.kernel == "packed_gemv":
         for rows, columns, warps in GEMV_TILES[format]:
             rows = max(rows // (2 if role.gate else 1), 1)
             if role.inputs % columns == 0:
                 yield {"BLOCK_N": rows, "BLOCK_K": columns, "num_warps": warps}
         return
+    size = 1 if format == "fp8" else 2
     for rows, columns, stages, warps in GEMM_TILES[format]:
-        stage = (64 if tokens > 32 else 16) * columns * 2 + rows * (1 + role.gate) * columns * FORMATS[format] // 8
-        for splits in (2, 4) if role.residual else (1,):
+        if tokens == 64 and rows < 32:
+            continue
+        stage = (64 if tokens > 32 else 16) * columns * size + rows * (1 + role.gate) * columns * FORMATS[format] // 8
+        for splits in (2, 4) if role.residual and tokens > 1 else (1,):
             if stage * stages <= 220_000 and role.inputs % (columns * splits) == 0:
                 yield {
                     "BLOCK_M": 64 if tokens > 32 else 16, "BLOCK_N": rows, "BLOCK_K": columns, "SPLITS": splits,
@@ -143,6 +163,6 @@ def variants(case: Case) -> Iterator[dict]:
 @contextlib.contextmanager
 def using(options: dict) -> Iterator[None]:
     """Launchers take `options` over what they would choose."""
-    modules = [importlib.import_module(f"tinyserve.kernels.{name}") for name in ("packed_gemv", "packed_gemm")]
-    with options_replaced(modules, options):
+    names = ("packed_gemv", "packed_gemm", "scaled_gemm")
+    with options_replaced([importlib.import_module(f"tinyserve.kernels.{name}") for name in names], options):
         yield

@@ -47,6 +47,8 @@ def weight_of(name, rows, columns, *, device, seed=1):
         dense = (numbers(codes) - subtract) * scales.float()[:, group]
         packed = codes if bits == 8 else tiled(codes, bits, tile_of(width))
     kind = "int" if kind == "uint" else kind
+    scales = scales if count % 2 == 0 else scales.float()
+    middle = None if middle is None else middle.to(scales.dtype)
     given = [None if one is None else one.to(device) for one in (packed, scales, middle)]
     return Packed(*given, columns, bits, width, kind, 0 if zeros is True else zeros), dense
 
@@ -89,5 +91,5 @@ def meta_weight(name, rows, columns):
     dtype = torch.int16 if bits < 8 else torch.float8_e4m3fn if kind == "e4m3" else torch.int8
     codes = torch.empty(rows, columns if bits == 8 else -(-columns // tile) * tile * bits // 16, dtype=dtype)
     scales = torch.empty(rows, count, dtype=torch.float16)
-    middle = torch.empty(rows, count, dtype=torch.uint8) if zeros is True else None
+    middle = torch.empty(rows, count, dtype=torch.float16) if zeros is True else None
     return Packed(codes, scales, middle, columns, bits, width, kind, 0 if zeros is True else zeros)

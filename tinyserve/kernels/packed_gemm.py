@@ -46,6 +46,7 @@ def packed_gemm_reference(
     bias: torch.Tensor | None = None,
     *,
     gate: str | None = None,
+    residual: torch.Tensor | None = None,
     parts: bool = False,
 ) -> torch.Tensor:
     """The specification of `packed_gemm`, with its arguments; it never splits."""
@@ -53,6 +54,8 @@ def packed_gemm_reference(
     y = torch.nn.functional.linear(x.float(), dense, None if bias is None else bias.float())
     if gate is not None:
         y = gated_activation_reference(y, gate)
+    if residual is not None:
+        y = y + residual.float()
     return y[None] if parts else y.to(x.dtype)
 
 
@@ -120,14 +123,63 @@ def _product(
 @triton.jit
 def _of_groups(ptr, read, start, tile, G, K, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """float32 values of the groups of a step: [rows] if it lies in one, else [rows, elements]."""
-    row = ptr + read.to(tl.int64) * G
+    kind: tl.constexpr = ptr.dtype.element_ty
+    row = read.to(tl.int64) * G
     if WIDTH == 0:
-        values = tl.load(row)
-    elif WIDTH % BLOCK_K == 0:
-        values = tl.load(row + tl.minimum(start, K - 1) // WIDTH)
-    else:
-        values = tl.load(row[:, None] + tl.minimum((start + tile * TILE) // WIDTH, G - 1)[None, :])
+        values = tl.load(ptr + row)
+    elif WIDTH % BLOCK_K > 0:
+        values = tl.load(ptr + row[:, None] + tl.minimum((start + tile * TILE) // WIDTH, G - 1)[None, :])
+    elif kind == tl.float32:
+        values = tl.load(ptr + row + tl.minimum(start, K - 1) // WIDTH)
+    else:  # no load of less than four bytes is kept in flight: two groups at a time, and G is even
+        group = tl.minimum(start, K - 1) // WIDTH
+        pair = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row // 2 + group // 2)
+        values = (pair >> (group % 2 * 16)).to(tl.int16).to(kind, bitcast=True)
     return values.to(tl.float32)
+
+
+@triton.jit
+def _one_step(
+    total,  # [rows, tokens] float32, added to
+    codes_row,  # [rows, 1] pointers
+    element,  # [elements] of the step
+    row_elements,
+    x_row,
+    column,
+    token,
+    scales_ptr,
+    zeros_ptr,
+    read,
+    start,
+    tile,
+    M,
+    K,
+    G,
+    KIND: tl.constexpr,
+    PER: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """total + the product of one step, with its scales unless a row has only one."""
+    SCALED: tl.constexpr = WIDTH % BLOCK_K > 0  # a step has several groups
+    place = codes_row + element[None, :]
+    code = tl.load(place) if EVEN else tl.load(place, mask=element[None, :] < row_elements, other=0)
+    scale, zero = 0.0, 0.0
+    if WIDTH > 0:
+        scale = _of_groups(scales_ptr, read, start, tile, G, K, TILE, WIDTH, BLOCK_K)
+    if ZEROS:
+        zero = _of_groups(zeros_ptr, read, start, tile, G, K, TILE, WIDTH, BLOCK_K)
+    apart: tl.constexpr = WIDTH > 0 and not SCALED
+    part = tl.zeros(total.shape, tl.float32) if apart else total
+    part = _product(
+        part, code, x_row, column, token, scale, zero, M, K, KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN
+    )
+    return total + part * scale[:, None] if apart else part
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -137,6 +189,7 @@ def _packed_gemm_kernel(
     scales_ptr,  # [N, G] or [2 N, G]
     zeros_ptr,  # as scales; read if ZEROS
     bias_ptr,  # [N] or [2 N]; read if BIAS
+    residual_ptr,  # [M, N]; read if RESIDUAL
     out_ptr,  # [M, N]; [SPLITS, M, N] float32 if there are parts
     M,
     N,
@@ -146,6 +199,7 @@ def _packed_gemm_kernel(
     x_stride,  # elements between rows
     GATE: tl.constexpr,  # a kind of activation.py, "" for none
     BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     KIND: tl.constexpr,
     PER: tl.constexpr,
     TILE: tl.constexpr,
@@ -168,7 +222,6 @@ def _packed_gemm_kernel(
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     share = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
     first = split * share
-    SCALED: tl.constexpr = WIDTH % BLOCK_K > 0  # a step has several groups
     LANES: tl.constexpr = TILE // PER
     lane = tl.arange(0, BLOCK_K // PER)
     tile = lane // LANES
@@ -178,72 +231,35 @@ def _packed_gemm_kernel(
     up_row = codes_ptr + (read[:, None].to(tl.int64) + N) * row_elements
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     total_up = total
-    # Scales are too narrow for the loads that Triton keeps in flight, so the next step's are asked for one step ahead.
-    scale = _of_groups(scales_ptr, read, first, tile, G, K, TILE, WIDTH, BLOCK_K)
-    scale_up, zero, zero_up = scale, scale, scale
-    if GATE != "":
-        scale_up = _of_groups(scales_ptr, read + N, first, tile, G, K, TILE, WIDTH, BLOCK_K)
-    if ZEROS:
-        zero = _of_groups(zeros_ptr, read, first, tile, G, K, TILE, WIDTH, BLOCK_K)
-        if GATE != "":
-            zero_up = _of_groups(zeros_ptr, read + N, first, tile, G, K, TILE, WIDTH, BLOCK_K)
     wait_inputs(PDL)
 
     for start in tl.range(first, first + share, BLOCK_K, num_stages=STAGES):
-        here, later = start + column, start + BLOCK_K
         element = start // PER + lane
-        inside = element[None, :] < row_elements
-        code = (
-            tl.load(codes_row + element[None, :])
-            if EVEN
-            else tl.load(codes_row + element[None, :], mask=inside, other=0)
-        )
-        if WIDTH > 0:
-            part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if not SCALED else total
-            part = _product(
-                part, code, x_row, here, token, scale, zero, M, K,
-                KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
-            )  # fmt: skip
-            total = part if SCALED else total + part * scale[:, None]
-            scale = _of_groups(scales_ptr, read, later, tile, G, K, TILE, WIDTH, BLOCK_K)
-            if ZEROS:
-                zero = _of_groups(zeros_ptr, read, later, tile, G, K, TILE, WIDTH, BLOCK_K)
-        else:
-            total = _product(
-                total, code, x_row, here, token, scale, zero, M, K,
-                KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
-            )  # fmt: skip
+        total = _one_step(
+            total, codes_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr, read, start,
+            tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN, BLOCK_K,
+        )  # fmt: skip
         if GATE != "":
-            code = (
-                tl.load(up_row + element[None, :]) if EVEN else tl.load(up_row + element[None, :], mask=inside, other=0)
-            )
-            if WIDTH > 0:
-                part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if not SCALED else total_up
-                part = _product(
-                    part, code, x_row, here, token, scale_up, zero_up, M, K,
-                    KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
-                )  # fmt: skip
-                total_up = part if SCALED else total_up + part * scale_up[:, None]
-                scale_up = _of_groups(scales_ptr, read + N, later, tile, G, K, TILE, WIDTH, BLOCK_K)
-                if ZEROS:
-                    zero_up = _of_groups(zeros_ptr, read + N, later, tile, G, K, TILE, WIDTH, BLOCK_K)
-            else:
-                total_up = _product(
-                    total_up, code, x_row, here, token, scale_up, zero_up, M, K,
-                    KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN,
-                )  # fmt: skip
+            total_up = _one_step(
+                total_up, up_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr,
+                read + N, start, tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN, BLOCK_K,
+            )  # fmt: skip
 
     if WIDTH == 0:
-        total *= scale[:, None]
-        total_up *= scale_up[:, None]
+        total *= tl.load(scales_ptr + read).to(tl.float32)[:, None]
+        if GATE != "":
+            total_up *= tl.load(scales_ptr + read + N).to(tl.float32)[:, None]
     if BIAS:
         total += tl.load(bias_ptr + read)[:, None].to(tl.float32) * tl.where(split == 0, 1.0, 0.0)
         if GATE != "":
             total_up += tl.load(bias_ptr + N + read)[:, None].to(tl.float32)
     if GATE != "":
         total = activate(total, GATE) * total_up
+    inside = (token[None, :] < M) & (row[:, None] < N)
+    if RESIDUAL:
+        total += tl.load(residual_ptr + token[None, :].to(tl.int64) * N + row[:, None], mask=inside).to(tl.float32)
     place = out_ptr + (split.to(tl.int64) * M + token[None, :]) * N + row[:, None]
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(token[None, :] < M) & (row[:, None] < N))
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def packed_gemm(
@@ -252,6 +268,7 @@ def packed_gemm(
     bias: torch.Tensor | None = None,
     *,
     gate: str | None = None,
+    residual: torch.Tensor | None = None,
     parts: bool = False,
 ) -> torch.Tensor:
     """Multiply a few rows by a quantised matrix. Right for any number of rows, fast up to about 64.
@@ -261,7 +278,8 @@ def packed_gemm(
         weight: N rows; with `gate` 2 N, the gate's rows first.
         bias: one number per row of `weight`.
         gate: a kind of activation.py: the product's first half goes through it and is multiplied by the second.
-        parts: return the splits instead of their sum; not with `gate`.
+        residual: [M, N], added at the end.
+        parts: return the splits instead of their sum; not with `gate` or `residual`.
 
     Returns:
         [M, N] in x's type; with `parts` [P, M, N] float32 to be added up, P being what suits the device and the shape.
@@ -271,14 +289,16 @@ def packed_gemm(
     """
     check_rows("packed_gemm", x)
     check_packed("packed_gemm", x, weight, bias, gate)
-    if parts and gate is not None:
-        raise ValueError("packed_gemm: a gated product has no parts")
+    if parts and (gate is not None or residual is not None):
+        raise ValueError("packed_gemm: a product with a gate or a residual has no parts")
     if not use_kernel(x):
-        return packed_gemm_reference(x, weight, bias, gate=gate, parts=parts)
+        return packed_gemm_reference(x, weight, bias, gate=gate, residual=residual, parts=parts)
     (tokens, columns), rows = x.shape, weight.codes.shape[0] // (2 if gate else 1)
     options = _options(x, weight, rows, gate is not None, parts)
     shape = (options["SPLITS"], tokens, rows) if parts else (tokens, rows)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
+    if residual is not None and (residual.shape != out.shape or not residual.is_contiguous()):
+        raise ValueError(f"packed_gemm: residual must be {list(out.shape)}, contiguous, is {list(residual.shape)}")
     grid = (cdiv(rows, options["BLOCK_N"]), options["SPLITS"], cdiv(tokens, options["BLOCK_M"]))
     if tokens and rows:
         _packed_gemm_kernel[grid](
@@ -287,6 +307,7 @@ def packed_gemm(
             weight.scales,
             weight.scales if weight.zeros is None else weight.zeros,
             x if bias is None else bias,
+            x if residual is None else residual,
             out,
             tokens,
             rows,
@@ -296,6 +317,7 @@ def packed_gemm(
             x.stride(0),
             GATE=gate or "",
             BIAS=bias is not None,
+            RESIDUAL=residual is not None,
             EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
             NATIVE=speaks_ptx(x),
             **weight.constants(),

@@ -5,10 +5,11 @@
     out = y + residual
 
 As `gemv.py`, but W comes as codes (`packed.py`): a half or a quarter of the bytes, and so many more codes a second that
-arithmetic nearly takes as long as memory. Per code of four bits there is a mask, a subtraction and a product in
-float32, no more: a word is masked where it lies, which leaves its codes 16, 256 and 4096 times too large, and x is that
-much smaller instead. Scales come in once for the codes of a word (they share a group), and zero points once for the sum
-of the x that meet it.
+arithmetic nearly takes as long as memory. A code of four bits costs half a shift, a mask and a product in float32, no
+more: it becomes the fraction of a float between 1 and 2, and the ones are taken off once for the sum of the x that
+meet a word, as zero points are. (Where a kernel may not hold PTX, words are masked where they lie, which leaves codes
+16, 256 and 4096 times too large; x is that much smaller instead.) Scales come in once for the codes of a word, which
+share a group.
 
 Nothing is rounded in between: x stays in its type, products and sums are float32.
 
@@ -22,7 +23,7 @@ import triton.language as tl
 from .activation import KINDS, activate, gated_activation_reference
 from .launch import cdiv, choose, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
 from .norm import rms_norm_reference
-from .packed import Packed, packed_dense_reference, shrunk, single
+from .packed import Packed, four_above_one, packed_dense_reference, shrunk, single
 
 
 def packed_gemv_reference(
@@ -73,9 +74,47 @@ def _group_values(ptr, read, tile, G, TILE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _quick(
+    words,  # [rows, tiles, lanes], four codes each
+    words_up,  # the same of the second half; read if GATED
+    start,
+    column,
+    x_ptr,
+    norm_ptr,
+    K,
+    offset,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    TILE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Sums over the places of words of (code - MIDDLE) * x, for both halves; sums of x, and of its squares."""
+    LANES: tl.constexpr = TILE // 4
+    x0, square0 = _vector(x_ptr, norm_ptr, start + column, K, offset, NORM, EVEN)
+    x1, square1 = _vector(x_ptr, norm_ptr, start + column + LANES, K, offset, NORM, EVEN)
+    x2, square2 = _vector(x_ptr, norm_ptr, start + column + 2 * LANES, K, offset, NORM, EVEN)
+    x3, square3 = _vector(x_ptr, norm_ptr, start + column + 3 * LANES, K, offset, NORM, EVEN)
+    # Codes come as 1 + code / 256 and 1 + code / 16; x is that much larger, and the ones are taken off in the end.
+    sums = x0 + x1 + x2 + x3
+    x0, x1, x2, x3 = 256.0 * x0, 16.0 * x1, 256.0 * x2, 16.0 * x3
+    off = (x0 + x1 + x2 + x3 + MIDDLE * sums)[None, :, :]
+    x0, x1, x2, x3 = x0[None, :, :], x1[None, :, :], x2[None, :, :], x3[None, :, :]
+    w0, w1, w2, w3 = four_above_one(words)
+    part = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 - off
+    part_up = part
+    if GATED:
+        w0, w1, w2, w3 = four_above_one(words_up)
+        part_up = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 - off
+    return part, part_up, sums, square0 + square1 + square2 + square3
+
+
+@triton.jit
 def _step(
+    total,  # [rows, tiles, lanes], added to
+    total_up,
     words,  # [rows, tiles, lanes]
-    words_up,  # the same of the second half; read if GATE
+    words_up,  # the same of the second half; read if GATED
     start,  # first column of the tile
     column,  # [tiles, lanes] of each word's lowest bits, in the tile
     tile,  # [tiles]
@@ -99,29 +138,40 @@ def _step(
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One step along the rows: what it adds to the product, to that of the second half, and to the sum of squares."""
-    squares = tl.zeros(column.shape, tl.float32)
-    sums = squares  # of the x that meet a word
-    part = tl.zeros(words.shape, tl.float32)
-    part_up = part
-    for place in tl.static_range(PER):
-        x, square = _vector(x_ptr, norm_ptr, start + column + place * (TILE // PER), K, offset, NORM, EVEN)
-        squares += square
-        sums += x
-        small = shrunk(x, place, PER)[None, :, :]
-        part += single(words, place, KIND, PER, MIDDLE, NATIVE) * small
-        if GATED:
-            part_up += single(words_up, place, KIND, PER, MIDDLE, NATIVE) * small
+    """One step along the rows: the totals of both halves, and what it adds to the sum of squares."""
+    WHOLE: tl.constexpr = WIDTH == 0 and not ZEROS  # scales and zero points are left to the end
+    part = total if WHOLE else tl.zeros(words.shape, tl.float32)
+    part_up = total_up if WHOLE else part
+    if NATIVE and PER == 4:
+        added, added_up, sums, squares = _quick(
+            words, words_up, start, column, x_ptr, norm_ptr, K, offset, GATED, NORM, TILE, MIDDLE, EVEN
+        )
+        part += added
+        part_up += added_up
+    else:
+        squares = tl.zeros(column.shape, tl.float32)
+        sums = squares  # of the x that meet a word
+        for place in tl.static_range(PER):
+            x, square = _vector(x_ptr, norm_ptr, start + column + place * (TILE // PER), K, offset, NORM, EVEN)
+            squares += square
+            sums += x
+            small = shrunk(x, place, PER)[None, :, :]
+            part += single(words, place, KIND, PER, MIDDLE, NATIVE) * small
+            if GATED:
+                part_up += single(words_up, place, KIND, PER, MIDDLE, NATIVE) * small
     here = start // TILE + tile
     if ZEROS:
         part -= _group_values(zeros_ptr, read, here, G, TILE, WIDTH) * sums[None, :, :]
         if GATED:
             part_up -= _group_values(zeros_ptr, read + N, here, G, TILE, WIDTH) * sums[None, :, :]
-    if WIDTH > 0:
-        part *= _group_values(scales_ptr, read, here, G, TILE, WIDTH)
-        if GATED:
-            part_up *= _group_values(scales_ptr, read + N, here, G, TILE, WIDTH)
-    return part, part_up, squares
+    if WHOLE:
+        return part, part_up, squares
+    if WIDTH == 0:
+        return total + part, total_up + part_up, squares
+    total += part * _group_values(scales_ptr, read, here, G, TILE, WIDTH)
+    if GATED:
+        total_up += part_up * _group_values(scales_ptr, read + N, here, G, TILE, WIDTH)
+    return total, total_up, squares
 
 
 @triton.jit
@@ -170,8 +220,9 @@ def _packed_gemv_kernel(
         words_up = _words(codes_ptr, read + N, element, row_elements, EVEN)
     wait_inputs(PDL)
 
+    total = tl.zeros(words.shape, tl.float32)
     total, total_up, squares = _step(
-        words, words_up, 0, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G, offset,
+        total, total, words, words_up, 0, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G, offset,
         GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
     )  # fmt: skip
     for start in range(BLOCK_K, K, BLOCK_K):
@@ -179,12 +230,10 @@ def _packed_gemv_kernel(
         words_up = words
         if GATE != "":
             words_up = _words(codes_ptr, read + N, start // PER + element, row_elements, EVEN)
-        part, part_up, square = _step(
-            words, words_up, start, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G, offset,
-            GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
+        total, total_up, square = _step(
+            total, total_up, words, words_up, start, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K,
+            G, offset, GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
         )  # fmt: skip
-        total += part
-        total_up += part_up
         squares += square
     if LATE:
         start_next(PDL)
@@ -310,6 +359,10 @@ def check_packed(name: str, x: torch.Tensor, weight: Packed, bias: torch.Tensor 
     for values in (weight.scales, weight.zeros):
         if values is not None and values.shape != (rows, groups):
             raise ValueError(f"{name}: scales and zeros must be [{rows}, {groups}], are {list(values.shape)}")
+    if groups % 2 and groups > 1 and weight.scales.element_size() < 4:
+        raise ValueError(f"{name}: scales of an odd number of groups, {groups}, must be float32")
+    if weight.zeros is not None and weight.zeros.dtype != weight.scales.dtype:
+        raise ValueError(f"{name}: zeros must be {weight.scales.dtype} as scales are, not {weight.zeros.dtype}")
     if not all(one is None or one.is_contiguous() for one in (weight.codes, weight.scales, weight.zeros)):
         raise ValueError(f"{name}: codes, scales and zeros must be contiguous")
     if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):

@@ -2,8 +2,9 @@
 
     scale = max(|x|) / 448            code = fp8(x / scale)
 
-One program reads a row, finds its largest magnitude, and writes codes and scale: 2·K bytes in, K out. A static scale,
-which some checkpoints bring for all tokens, takes the place of the maximum.
+One program reads a row, finds its largest magnitude, and writes codes and scale: 2·K bytes in, K out. Each `width`
+columns may have a scale of their own. A static scale, which some checkpoints bring for all tokens, takes the place of
+the maximum.
 
 Source: "FP8 Formats for Deep Learning", arXiv:2209.05433, section 3.
 
@@ -14,7 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import check_rows, next_power_of_2, overlap, row_warps, speaks_ptx, start_next, use_kernel, wait_inputs
+from .launch import (
+    cdiv,
+    check_rows,
+    next_power_of_2,
+    overlap,
+    row_warps,
+    speaks_ptx,
+    start_next,
+    use_kernel,
+    wait_inputs,
+)
 
 LARGEST = 448.0  # of e4m3
 SMALLEST = torch.finfo(torch.float32).tiny  # a scale that is not 0, for rows of zeros
@@ -22,17 +33,18 @@ MAX_COLUMNS = 65536  # one program holds a row in registers
 
 
 def round_rows_reference(
-    x: torch.Tensor, static: torch.Tensor | None = None, *, limit: float = 0.0
+    x: torch.Tensor, static: torch.Tensor | None = None, *, limit: float = 0.0, width: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of `round_rows`, with its arguments."""
-    wide = x.float()
+    width = width or max(x.shape[1], 1)
+    tiles = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % width)).unflatten(1, (-1, width))
     if static is not None:
-        scale = static.float().reshape(1).expand(len(x))
+        scale = static.float().reshape(1, 1).expand(tiles.shape[:2])
     else:
-        reach = wide.abs().amax(dim=1)
+        reach = tiles.abs().amax(dim=2)
         scale = ((reach.clamp(max=limit) if limit else reach) / LARGEST).clamp(min=SMALLEST)
-    codes = (wide / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return codes, scale.contiguous()
+    codes = (tiles / scale[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, : x.shape[1]].contiguous(), scale.contiguous()
 
 
 @triton.jit
@@ -52,36 +64,40 @@ def _round_rows_kernel(
     x_ptr,  # [M, K]
     static_ptr,  # [1]; read if STATIC
     codes_ptr,  # [M, K] bytes
-    scale_ptr,  # [M] float32
+    scale_ptr,  # [M, GROUPS] float32
     x_stride,  # elements between rows
     K,
     limit,
     STATIC: tl.constexpr,
     LIMITED: tl.constexpr,
     NATIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,  # scales of a row
+    BLOCK_G: tl.constexpr,  # a power of two, at least GROUPS
+    WIDTH: tl.constexpr,  # columns that share a scale
+    BLOCK: tl.constexpr,  # a power of two, at least WIDTH
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < K
+    group, lane = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK)
+    column = group[:, None] * WIDTH + lane[None, :]
+    inside = (column < K) & (lane[None, :] < WIDTH)
     wait_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if STATIC:
-        scale = tl.load(static_ptr).to(tl.float32)
+        scale = tl.zeros([BLOCK_G], tl.float32) + tl.load(static_ptr).to(tl.float32)
     else:
-        reach = tl.max(tl.abs(x), axis=0)
+        reach = tl.max(tl.abs(x), axis=1)
         if LIMITED:
             reach = tl.minimum(reach, limit)
         scale = tl.maximum(reach / 448.0, 1.1754943508222875e-38)
-    value = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+    value = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0)
     tl.store(codes_ptr + row * K + column, _e4m3(value, NATIVE), mask=inside)
-    tl.store(scale_ptr + row, scale)
+    tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
 
 
 def round_rows(
-    x: torch.Tensor, static: torch.Tensor | None = None, *, limit: float = 0.0
+    x: torch.Tensor, static: torch.Tensor | None = None, *, limit: float = 0.0, width: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each row to fp8.
 
@@ -90,21 +106,25 @@ def round_rows(
         static: [1] or a number, the scale of all rows; None: each row's own.
         limit: bound of the magnitude that a row's own scale must reach; 0: none.
 
+        width: columns that share a scale; 0: all.
+
     Returns:
-        codes [M, K] float8_e4m3fn, scales [M] float32: x is about codes * scales.
+        codes [M, K] float8_e4m3fn, scales [M, ceil(K / width)] float32: x is about codes * scales.
 
     Raises:
         ValueError: rows that are not contiguous, or longer than MAX_COLUMNS.
     """
     check_rows("round_rows", x)
-    tokens, width = x.shape
+    tokens, columns = x.shape
     if not use_kernel(x):
-        return round_rows_reference(x, static, limit=limit)
-    if width > MAX_COLUMNS:
-        raise ValueError(f"round_rows: rows of {width} are too long for one program, at most {MAX_COLUMNS}")
-    codes = torch.empty(tokens, width, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    block = next_power_of_2(width)
+        return round_rows_reference(x, static, limit=limit, width=width)
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"round_rows: rows of {columns} are too long for one program, at most {MAX_COLUMNS}")
+    width = width or max(columns, 1)
+    groups = cdiv(columns, width)
+    codes = torch.empty(tokens, columns, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
+    blocks = {"BLOCK_G": next_power_of_2(groups), "BLOCK": next_power_of_2(width)}
     if codes.numel():
         _round_rows_kernel[(tokens,)](
             x,
@@ -112,13 +132,15 @@ def round_rows(
             codes,
             scales,
             x.stride(0),
-            width,
+            columns,
             limit,
             STATIC=static is not None,
             LIMITED=limit > 0,
             NATIVE=speaks_ptx(x),
-            BLOCK=block,
-            num_warps=row_warps(block),
+            GROUPS=groups,
+            WIDTH=width,
+            **blocks,
+            num_warps=row_warps(blocks["BLOCK_G"] * blocks["BLOCK"]),
             **overlap(x),
         )
     return codes.view(torch.float8_e4m3fn), scales

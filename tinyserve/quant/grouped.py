@@ -9,16 +9,17 @@ a checkpoint that keeps k and v in more bits than q. `Grouped` also rounds plain
 On a GPU integers and fp8 are kept in the order of kernels/packed.py, and multiplied as plain numbers are (plain.py):
 
     1 row           kernels/packed_gemv.py, which takes in the norm before, the gate and the residual after
-    2 .. about 64   kernels/packed_gemm.py, which takes in the gate, and may leave its splits to the next norm
+    2 .. about 64   kernels/packed_gemm.py, which takes in the gate, and may leave its splits to the next norm;
+                    kernels/scaled_gemm.py if the checkpoint says that activations are rounded to fp8
     more            fp8 with one scale a row: x is rounded to fp8 too, and torch multiplies; else the matrix is made
                     dense for one product of torch
 
 Columns that were quantised out of order (act-order) are put in order, and x is, at each product. What the packed
 kernels do not read (tables, groups narrower than 16) goes into kernels/grouped_gemm.py, which is slower.
 
-Up to 64 rows activations are not rounded on a GPU, even where a checkpoint was made for that: rounding would only add
-error. On a CPU products are the readable ones: inputs rounded as the checkpoint says, the matrix made dense, torch
-multiplies. That is slower than plain numbers; `--dtype auto` does not come here on a CPU (quant/cpu.py).
+Activations are rounded on a GPU only where that makes products of fp8 with fp8; for one row it would gain nothing. On a
+CPU products are the readable ones: inputs rounded as the checkpoint says, the matrix made dense, torch multiplies. That
+is slower than plain numbers; `--dtype auto` does not come here on a CPU (quant/cpu.py).
 
 Before: codes.py, stored.py, kernels/packed.py, kernels/grouped_gemm.py.
 After: models/registry.py chooses it, layers/linear.py calls it.
@@ -40,6 +41,7 @@ from ..kernels.packed import Packed, can_pack, packed_dense, tile_of, tiled
 from ..kernels.packed_gemm import packed_gemm
 from ..kernels.packed_gemv import packed_gemv
 from ..kernels.round_rows import round_rows
+from ..kernels.scaled_gemm import scaled_gemm
 from .codes import FP4, Codes, Inputs, Scheme, compact, pack, quantise, rounded
 from .format import Fused, Stored, WeightFormat
 from .plain import Plain
@@ -107,7 +109,8 @@ class Grouped:
             layer.register_buffer("groups", None)
             codes = torch.cat([self._tiled(one, layer.order, width) for one in codes])
             middle = one_value(zeros)
-            zeros = zeros if middle is None else None
+            scales = scales if scales.shape[1] % 2 == 0 else scales.float()  # kernels read two halves at a time
+            zeros = zeros.to(scales.dtype) if middle is None else None
             layer.packed = Packed(
                 codes, scales, zeros, layer.inputs, self.scheme.bits, width, kind_of(codes), middle or 0
             )
@@ -174,35 +177,50 @@ class Grouped:
     ) -> Tensor:
         """The product on a GPU, with what stands around it; arguments as of plain.py."""
         tokens, packed = x.shape[0], layer.packed
-        if packed is not None and tokens == 1 and layer.order is None:
+        narrow = packed is not None and tokens == 1
+        vector = narrow and not wants_tiles(x, layer, gate is not None)
+        if vector and layer.order is None:
             weight, eps, offset = norm or (None, 0.0, 0.0)
             given = {"norm": weight, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
             return packed_gemv(x, packed, layer.bias, **given)
         if norm is not None:
             x = rms_norm(x, norm[0], norm[1], offset=norm[2])
+        if narrow:
+            x = x if layer.order is None else x[:, layer.order]
+            return (packed_gemv if vector else packed_gemm)(x, packed, layer.bias, gate=gate, residual=residual)
         if packed is None:
             y = self._product(x, layer)
         else:
             x = x if layer.order is None else x[:, layer.order]
-            if tokens == 1:
-                return packed_gemv(x, packed, layer.bias, gate=gate, residual=residual)
             if tokens <= most_rows(x, layer):
-                y, gate = packed_gemm(x, packed, layer.bias, gate=gate, parts=parts and residual is None), None
+                y, gate = self._few(x, layer, gate, parts and residual is None), None
             else:
                 y = self._many(x, layer)
         y = y if gate is None else gated_activation(y, gate)
         return y if residual is None else y + residual
 
-    def _many(self, x: Tensor, layer: Fused) -> Tensor:
-        """The product of many rows: in fp8 if that is what the weights are, else by numbers in full."""
+    def _few(self, x: Tensor, layer: Fused, gate: str | None, parts: bool) -> Tensor:
+        """The product of a few rows: in fp8 if activations may be rounded to it, else in x's type."""
         packed, inputs = layer.packed, self.scheme.inputs
-        scaled = packed.kind == "e4m3" and packed.width == 0 and inputs is not None and inputs.width == 0
-        if not (
-            scaled and x.dtype == torch.bfloat16 and speaks_ptx(x) and not (layer.inputs % 16 or layer.outputs % 16)
-        ):
+        if not (self._takes_fp8(x, packed) and inputs.width == packed.width):
+            return packed_gemm(x, packed, layer.bias, gate=gate, parts=parts)
+        codes, scales = round_rows(x, layer.input_scale, limit=inputs.limit, width=inputs.width)
+        return scaled_gemm(codes, scales, packed, layer.bias, dtype=x.dtype, gate=gate, parts=parts)
+
+    def _many(self, x: Tensor, layer: Fused) -> Tensor:
+        """The product of many rows: in fp8 by torch if rows have one scale each, else by numbers in full."""
+        packed, inputs = layer.packed, self.scheme.inputs
+        fits = self._takes_fp8(x, packed) and packed.width == inputs.width == 0 and x.dtype == torch.bfloat16
+        if not fits or layer.inputs % 16 or layer.outputs % 16:
             return F.linear(x, packed_dense(packed, x.dtype), layer.bias)
         codes, scales = round_rows(x, layer.input_scale, limit=inputs.limit)
         return scaled_product(codes, scales, packed, layer.bias)
+
+    def _takes_fp8(self, x: Tensor, packed: Packed) -> bool:
+        """Whether the device multiplies fp8, and activations of this scheme may be rounded to it."""
+        inputs = self.scheme.inputs
+        fp8 = packed.kind == "e4m3" and inputs is not None and inputs.kind == "fp8"
+        return fp8 and packed.width % 128 == 0 and speaks_ptx(x)
 
     def _product(self, x: Tensor, layer: Fused) -> Tensor:
         """The product by the general kernel; one for each part where parts have groups of their own."""
@@ -237,12 +255,18 @@ def most_rows(x: Tensor, layer: Fused) -> int:
     return choose("grouped_product", x, {"GROUPED_ROWS": MOST_ROWS}, **shape)["GROUPED_ROWS"]
 
 
+def wants_tiles(x: Tensor, layer: Fused, gated: bool) -> bool:
+    """Whether one row too is multiplied on matrix units: where decoding takes longer than reading."""
+    shape = {"inputs": layer.inputs, "outputs": layer.outputs // (1 + gated), "gated": int(gated)}
+    return bool(choose("packed_one", x, {"TILES": 0}, bits=layer.packed.bits, **shape)["TILES"])
+
+
 def scaled_product(codes: Tensor, scales: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-    """fp8 times fp8 by torch, [T, N] in bfloat16. Args: codes [T, K], scales [T]: of the activations."""
+    """fp8 times fp8 by torch, [T, N] in bfloat16. Args: codes [T, K], scales [T, 1]: of the activations."""
     y = torch._scaled_mm(
         codes,
         weight.codes.t(),
-        scale_a=scales[:, None],
+        scale_a=scales,
         scale_b=weight.scales.t(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,

@@ -1,0 +1,237 @@
+"""fp8 times fp8 for a few rows: the products of a decode step where activations are rounded too.
+
+    y = (codes of x · codes of Wᵀ) * scale of the row of x * scale of the row of W + bias       or gated, as elsewhere
+
+The matrix unit multiplies e4m3 as it is, so nothing is decoded, and a product of up to about 64 rows costs what reading
+W costs: half of bf16. One program takes all rows of x (in tiles) and a strip of W, which is the side of the matrix
+instruction that must be 64 wide, and walks along K with several loads in flight. The unit adds up in fewer bits than
+float32 has, so its sums are taken over after every 128 columns. With blocks of 128 x 128 the scales of x and of W come
+in there.
+
+A short W gives too few programs to fill the device, so K can be split. With `parts` the splits are returned, [P, M, N]
+float32, and whoever reads the product next (`norm.py`) adds them in order.
+
+Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.2 (sums of fp8 products); Osama et al., "Stream-K", arXiv:2301.03598.
+
+Before: `round_rows.py`, `packed.py`.  After: quant/grouped.py, which chooses among this and torch's scaled product.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .activation import activate, gated_activation_reference
+from .launch import cdiv, choose, facts, next_power_of_2, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
+from .packed import Packed, half_of_e4m3, packed_dense_reference
+from .packed_gemv import check_packed
+
+EXACT = 128  # columns that the matrix unit adds up by itself
+
+
+def scaled_gemm_reference(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    gate: str | None = None,
+    parts: bool = False,
+) -> torch.Tensor:
+    """The specification of `scaled_gemm`, with its arguments; it never splits."""
+    spread = x_scales.repeat_interleave(weight.width or x.shape[1], dim=1)[:, : x.shape[1]]
+    dense = packed_dense_reference(weight, torch.float32)
+    y = torch.nn.functional.linear(x.float() * spread, dense, None if bias is None else bias.float())
+    if gate is not None:
+        y = gated_activation_reference(y, gate)
+    return y[None] if parts else y.to(dtype)
+
+
+@triton.jit
+def _codes(row, column, inside, NATIVE: tl.constexpr):
+    """A tile of codes as the matrix unit takes them: e4m3, or float16 that is 256 times too small."""
+    code = tl.load(row + column, mask=inside, other=0.0 if NATIVE else 0)
+    return code if NATIVE else half_of_e4m3(code)
+
+
+@triton.jit
+def _step(
+    total,  # [rows, tokens] float32, added to
+    w_row,  # [rows, 1] pointers
+    x,  # [tokens, columns]
+    column,
+    w_inside,
+    w_scale,  # [rows] pointers to the step's scales; read if WIDTH
+    x_scale,  # [tokens] of the step; read if WIDTH
+    WIDTH: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """total + the product of one step."""
+    w = _codes(w_row, column, w_inside, NATIVE)
+    if WIDTH == 0:
+        return tl.dot(w, tl.trans(x), total, max_num_imprecise_acc=EXACT)
+    part = tl.dot(w, tl.trans(x), max_num_imprecise_acc=EXACT)
+    return total + part * tl.load(w_scale).to(tl.float32)[:, None] * x_scale[None, :]
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scaled_gemm_kernel(
+    x_ptr,  # [M, K] e4m3
+    x_scales_ptr,  # [M, G] float32
+    codes_ptr,  # [N, K] e4m3, or [2 N, K] if GATE
+    scales_ptr,  # [N, G] or [2 N, G] float32
+    bias_ptr,  # [N] or [2 N]; read if BIAS
+    out_ptr,  # [M, N]; [SPLITS, M, N] float32 if there are parts
+    M,
+    N,
+    K,
+    G,
+    GATE: tl.constexpr,  # a kind of activation.py, "" for none
+    BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,  # a multiple of BLOCK_K, or 0
+    NATIVE: tl.constexpr,
+    EXACT: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of BLOCK_K * SPLITS
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    split = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(row, N - 1).to(tl.int64)  # rows past the end read the last one again, and are not stored
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    share = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
+    first = split * share
+    lane = tl.arange(0, BLOCK_K)
+    x_row = x_ptr + token[:, None].to(tl.int64) * K
+    w_row = codes_ptr + read[:, None] * K
+    up_row = codes_ptr + (read[:, None] + N) * K
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    total_up = total
+    x_scale = tl.zeros([BLOCK_M], tl.float32)
+    wait_inputs(PDL)
+
+    for start in tl.range(first, first + share, BLOCK_K, num_stages=STAGES):
+        column = (start + lane)[None, :]
+        x = _codes(x_row, column, (token[:, None] < M) if EVEN else (token[:, None] < M) & (column < K), NATIVE)
+        w_inside = tl.full([1, 1], True, tl.int1) if EVEN else column < K
+        group = 0
+        if WIDTH > 0:
+            group = tl.minimum(start, K - 1) // WIDTH
+            x_scale = tl.load(x_scales_ptr + token * G + group, mask=token < M, other=0.0)
+        total = _step(
+            total, w_row, x, column, w_inside, scales_ptr + read * G + group, x_scale, WIDTH, NATIVE, EXACT
+        )  # fmt: skip
+        if GATE != "":
+            total_up = _step(
+                total_up, up_row, x, column, w_inside, scales_ptr + (read + N) * G + group, x_scale, WIDTH, NATIVE,
+                EXACT,
+            )  # fmt: skip
+
+    if not NATIVE:
+        total *= 65536.0
+        total_up *= 65536.0
+    if WIDTH == 0:
+        x_scale = tl.load(x_scales_ptr + token, mask=token < M, other=0.0)
+        total *= tl.load(scales_ptr + read).to(tl.float32)[:, None] * x_scale[None, :]
+        if GATE != "":
+            total_up *= tl.load(scales_ptr + read + N).to(tl.float32)[:, None] * x_scale[None, :]
+    if BIAS:
+        total += tl.load(bias_ptr + read)[:, None].to(tl.float32) * tl.where(split == 0, 1.0, 0.0)
+        if GATE != "":
+            total_up += tl.load(bias_ptr + N + read)[:, None].to(tl.float32)
+    if GATE != "":
+        total = activate(total, GATE) * total_up
+    place = out_ptr + (split.to(tl.int64) * M + token[None, :]) * N + row[:, None]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(token[None, :] < M) & (row[:, None] < N))
+
+
+def scaled_gemm(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    gate: str | None = None,
+    parts: bool = False,
+) -> torch.Tensor:
+    """Multiply a few rows of fp8 by a matrix of fp8. Right for any number of rows, fast up to about 128.
+
+    Args:
+        x: [M, K] float8_e4m3fn, contiguous.   x_scales: [M, G] float32, as the weight's groups; G is 1 if width is 0.
+        weight: e4m3 with width 0 or a multiple of 128; N rows, with `gate` 2 N, the gate's rows first.
+        bias: one number per row of `weight`.   dtype: of the result.
+        gate: a kind of activation.py: the product's first half goes through it and is multiplied by the second.
+        parts: return the splits instead of their sum; not with `gate`.
+
+    Returns:
+        [M, N] in `dtype`; with `parts` [P, M, N] float32 to be added up, P being what suits the device and the shape.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown kind.
+    """
+    check_packed("scaled_gemm", x, weight, bias, gate)
+    (tokens, columns), groups = x.shape, weight.scales.shape[1]
+    if weight.kind != "e4m3" or weight.width % 128 or x.dtype != torch.float8_e4m3fn or not x.is_contiguous():
+        raise ValueError(f"scaled_gemm: x is {x.dtype}, weights {weight.kind} in groups of {weight.width}")
+    if x_scales.shape != (tokens, groups) or not x_scales.is_contiguous() or (parts and gate is not None):
+        raise ValueError(f"scaled_gemm: x_scales {list(x_scales.shape)}; parts {parts} with gate {gate!r}")
+    if not use_kernel(x):
+        return scaled_gemm_reference(x, x_scales, weight, bias, dtype=dtype, gate=gate, parts=parts)
+    rows, native = weight.codes.shape[0] // (2 if gate else 1), speaks_ptx(x)
+    options = _options(x, weight, rows, gate is not None, parts)
+    shape = (options["SPLITS"], tokens, rows) if parts else (tokens, rows)
+    out = torch.empty(shape, dtype=torch.float32 if parts else dtype, device=x.device)
+    if tokens and rows:
+        _scaled_gemm_kernel[(cdiv(rows, options["BLOCK_N"]), options["SPLITS"], cdiv(tokens, options["BLOCK_M"]))](
+            x if native else x.view(torch.uint8),
+            x_scales,
+            weight.codes if native else weight.raw(),
+            weight.scales,
+            x_scales if bias is None else bias,
+            out,
+            tokens,
+            rows,
+            columns,
+            groups,
+            GATE=gate or "",
+            BIAS=bias is not None,
+            WIDTH=weight.width,
+            NATIVE=native,
+            EXACT=EXACT,
+            EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
+            **options,
+            **overlap(x),
+        )
+    return out
+
+
+def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: bool) -> dict[str, int]:
+    """What was measured for this shape, or the formula. Only where parts are asked for is there more than one."""
+    shape = {"tokens": x.shape[0], "inputs": x.shape[1], "outputs": rows, "gated": int(gated), "parts": int(parts)}
+    options = choose("scaled_gemm", x, _formula(x, weight, rows, gated), width=weight.width, **shape)
+    return options if parts else options | {"SPLITS": 1}
+
+
+def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[str, int]:
+    """Strips of 64 rows, 256 bytes a row and load, up to four loads in flight; splits until they fill the device."""
+    device, (tokens, columns) = facts(x.device), x.shape
+    block_m, block_n, splits = min(max(next_power_of_2(tokens), 16), 64), 64, 1
+    block_k = 128 if weight.width else 256
+    while splits < 2 and cdiv(rows, block_n) * splits < 2 * device.processors and columns >= 4 * splits * block_k:
+        splits *= 2
+    stages = min(max(device.shared * 9 // 10 // ((block_m + block_n * (1 + gated)) * block_k), 1), 4)
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "SPLITS": splits,
+        "STAGES": stages,
+        "num_warps": 4,
+    }
