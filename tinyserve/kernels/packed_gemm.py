@@ -293,38 +293,43 @@ def packed_gemm(
         raise ValueError("packed_gemm: a product with a gate or a residual has no parts")
     if not use_kernel(x):
         return packed_gemm_reference(x, weight, bias, gate=gate, residual=residual, parts=parts)
-    (tokens, columns), rows = x.shape, weight.codes.shape[0] // (2 if gate else 1)
+    tokens, rows = x.shape[0], weight.codes.shape[0] // (2 if gate else 1)
     options = _options(x, weight, rows, gate is not None, parts)
     shape = (options["SPLITS"], tokens, rows) if parts else (tokens, rows)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
     if residual is not None and (residual.shape != out.shape or not residual.is_contiguous()):
         raise ValueError(f"packed_gemm: residual must be {list(out.shape)}, contiguous, is {list(residual.shape)}")
-    grid = (cdiv(rows, options["BLOCK_N"]), options["SPLITS"], cdiv(tokens, options["BLOCK_M"]))
     if tokens and rows:
-        _packed_gemm_kernel[grid](
-            x,
-            weight.raw(),
-            weight.scales,
-            weight.scales if weight.zeros is None else weight.zeros,
-            x if bias is None else bias,
-            x if residual is None else residual,
-            out,
-            tokens,
-            rows,
-            columns,
-            weight.codes.shape[1],
-            weight.scales.shape[1],
-            x.stride(0),
-            GATE=gate or "",
-            BIAS=bias is not None,
-            RESIDUAL=residual is not None,
-            EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
-            NATIVE=speaks_ptx(x),
-            **weight.constants(),
-            **options,
-            **overlap(x),
-        )
+        _launch(x, weight, bias, residual, out, gate or "", options)
     return out
+
+
+def _launch(x, weight, bias, residual, out, gate, options) -> None:
+    """One program for each strip of rows, split and tile of tokens. Unused pointers point at x and are not read."""
+    (tokens, columns), rows = x.shape, out.shape[-1]
+    _packed_gemm_kernel[(cdiv(rows, options["BLOCK_N"]), options["SPLITS"], cdiv(tokens, options["BLOCK_M"]))](
+        x,
+        weight.raw(),
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        tokens,
+        rows,
+        columns,
+        weight.codes.shape[1],
+        weight.scales.shape[1],
+        x.stride(0),
+        GATE=gate,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
+        NATIVE=speaks_ptx(x),
+        **weight.constants(),
+        **options,
+        **overlap(x),
+    )
 
 
 def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: bool) -> dict[str, int]:
