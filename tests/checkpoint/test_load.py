@@ -189,9 +189,11 @@ def test_a_load_format_that_is_not_there_is_refused(folder, options):
         open_model(folder, **options)
 
 
-def test_dummy_weights_have_no_format(folder):
-    with pytest.raises(CheckpointError, match="Dummy"):
-        open_model(folder, load_format="dummy", format_for=lambda path, layer, stored: Plain())
+def test_dummy_weights_take_the_format_that_is_chosen(folder):
+    own = Plain()
+    model = open_model(folder, load_format="dummy", format_for=lambda path, layer, stored: own)
+
+    assert model.layers[0].attn.qkv.format is own
 
 
 def test_overrides_replace_keys_of_the_config(folder):

@@ -73,7 +73,7 @@ class Grouped:
     def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
         """Take one matrix over, or round it if its numbers are plain; on the layer's device, packed by `finish`."""
         scheme = getattr(stored, "scheme", None)
-        codes = quantise(stored.read(torch.float32), self.scheme) if scheme is None else stored.codes()
+        codes = quantise(stored.read(torch.float32).to(layer.device), self.scheme) if scheme is None else stored.codes()
         # One scale a row is little, and torch's product of fp8 wants it in float32.
         scales = compact(codes.scales) if codes.scales.shape[1] > 1 else codes.scales.float()
         found = {"codes": codes.codes, "scales": scales, "zeros": codes.zeros, "groups": codes.groups}
