@@ -34,7 +34,7 @@ from tinyserve.server.serve import Server, open_socket
 
 LAG = "event_loop_lag_seconds_bucket"
 INPUT = 100  # tokens of a prompt
-OUTPUT = {64: 512, 256: 384, 1000: 192}  # tokens of an answer: some seconds of work for an H200
+OUTPUT = {64: 384, 256: 256, 1000: 128}  # tokens of an answer: some seconds of work for an H200
 IDS = 10_001
 
 
