@@ -21,14 +21,16 @@ IDLE, BUSY = Step(waited=False), Step(waited=True)
 @pytest.fixture
 def clock(monkeypatch):
     """A step a millisecond."""
-    now = [0.0]
+    now = [0.0, 0.0]
     monkeypatch.setattr("tinyserve.engine.pace.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tinyserve.engine.pace.time.thread_time", lambda: now[1])
     return now
 
 
-def windows(pace, clock, count, *, flight=IDLE, behind=(), streams=MANY, seconds=0.001):
+def windows(pace, clock, count, *, flight=IDLE, behind=(), streams=MANY, seconds=0.001, share=0.5):
     for _ in range(count * WINDOW):
         clock[0] += seconds
+        clock[1] += seconds * share
         pace.note(flight, behind, streams)
     return pace.together
 
@@ -46,6 +48,15 @@ def test_an_idle_device_makes_readers_wait(clock):
 def test_a_busy_device_does_not(clock):
     """The step had landed, but the next one is under way: nothing waits for the loop."""
     assert windows(Pace(), clock, 9, behind=[Step(waited=False, landed=False)]) == 1
+
+
+def test_a_busy_loop_makes_readers_wait(clock):
+    """The device is not idle as far as the loop can see, but the loop works 85 % of the time; at 70 % it stays."""
+    pace = Pace()
+
+    assert [windows(pace, clock, 1, flight=BUSY, share=0.85) for _ in range(3)] == [2, 4, 8]
+    assert windows(pace, clock, 3 * PATIENCE, flight=BUSY, share=0.7) == 8
+    assert windows(pace, clock, PATIENCE, flight=BUSY, share=0.5) == 4
 
 
 def test_few_readers_get_every_token(clock):

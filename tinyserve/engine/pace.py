@@ -1,8 +1,9 @@
-"""How many steps' tokens a reader gets at once: one, unless the device waits for the loop because of the readers.
+"""How many steps' tokens a reader gets at once: one, unless everybody waits for the loop because of the readers.
 
 A token on its way to a client takes the loop longer than the rest of its step together. With many clients and a fast
-device the loop is what everybody waits for: then tokens of a few steps go out together, no more than it takes for the
-device to be busy again, and each client has its own turn so that a step never wakes all of them.
+device the loop is what everybody waits for: its thread works all the time, or steps have always landed when it comes to
+look. Then tokens of a few steps go out together, no more than it takes for that to end, and each client has its own
+turn so that a step never wakes all of them.
 
 Before: runner/flight.py (knows who waited for whom).  After: streams.py (whose turn is it?), engine.py (calls `note`).
 """
@@ -16,6 +17,7 @@ from typing import Any
 MANY = 32  # streams; fewer are no burden
 WINDOW = 8  # steps between two decisions
 PATIENCE = 16  # windows without an idle device after which readers are woken more often again
+BUSY, CALM = 0.8, 0.6  # shares of a window that the loop's thread works: is it behind, can it do more?
 MOST = 16  # steps together
 LONGEST = 0.3  # seconds that they may take; a person reads no faster
 
@@ -27,8 +29,8 @@ class Pace:
         self.together = 1
         self._step = 0
         self._idle = 0  # steps of this window after which the device had nothing to do
-        self._calm = 0  # windows in a row without any
-        self._began = time.monotonic()
+        self._calm = 0  # windows in a row in which the loop kept up
+        self._began, self._worked = time.monotonic(), time.thread_time()
 
     def note(self, flight: Any, flying: Iterable[Any], streams: int) -> None:
         """A flight has landed. flying: those behind it.   streams: answers that are being made."""
@@ -42,14 +44,15 @@ class Pace:
         return self.together == 1 or (self._step + number) % self.together == 0
 
     def _decide(self, streams: int) -> None:
-        now = time.monotonic()
-        step, self._began = (now - self._began) / WINDOW, now
-        idle, self._idle = self._idle, 0
-        self._calm = 0 if idle else self._calm + 1
+        now, worked = time.monotonic(), time.thread_time()
+        wall, share = now - self._began, (worked - self._worked) / max(now - self._began, 1e-9)
+        behind = self._idle > WINDOW // 2 or share > BUSY
+        self._calm = 0 if self._idle or share > CALM else self._calm + 1
+        self._began, self._worked, self._idle = now, worked, 0
         if streams < MANY:
             self.together = 1
-        elif idle > WINDOW // 2:
-            if 2 * self.together <= min(MOST, LONGEST / step):
+        elif behind:
+            if 2 * self.together <= min(MOST, LONGEST * WINDOW / wall):
                 self.together *= 2
         elif self._calm >= PATIENCE and self.together > 1:
             self.together //= 2

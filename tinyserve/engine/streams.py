@@ -28,7 +28,8 @@ from .meter import Meter
 from .pace import Pace
 
 _log = logging.getLogger(__name__)
-_AT_ONCE = 128  # updates between two turns of everybody else, some 2 ms
+_WORK = 128  # units of 5 us or so between two turns of everybody else
+_EVENT, _EDGE = 6, 32  # units of an event, and of an answer's first or last one: heads, ends, metrics
 _JOIN_AT = 64  # outputs that may wait before they are made one; bounds the number of objects for a reader that is gone
 
 
@@ -196,16 +197,21 @@ class Streams:
 
     async def deliver(self, updates: Iterable[Update]) -> None:
         """Push a step's updates; sockets and readers have a turn in between, for there may be a thousand."""
-        for count, update in enumerate(updates, 1):
-            self.push(update)
-            if count % _AT_ONCE == 0:
+        work = 0
+        for update in updates:
+            work += self.push(update)
+            if work >= _WORK:
+                work = 0
                 await asyncio.sleep(0)
 
-    def push(self, update: Update) -> None:
-        """Hand an update of the scheduler to the reader of its answer. Updates of closed answers are dropped."""
+    def push(self, update: Update) -> int:
+        """Hand an update of the scheduler to the reader of its answer. Updates of closed answers are dropped.
+
+        Returns: how much it is to do, its reader included: 1 for a token that is kept, more if it is shown.
+        """
         found = self._answers.get(update.request_id)
         if found is None:
-            return
+            return 1
         answer, stream = found
         before, held = answer.timing.last_token_ts, answer.held
         turn = self.pace.turn(stream.number)
@@ -213,7 +219,7 @@ class Streams:
         try:
             if waits and answer.hold(update):
                 self._meter.more(answer, len(update.token_ids), before)
-                return
+                return 1
             output = answer.advance(update)
         except Exception as error:  # one request's text must not end the loop of all
             _log.exception("request %s: its tokens could not be turned into text", answer.name)
@@ -226,6 +232,7 @@ class Streams:
                 self._finish(answer.request.id, FinishReason.STOP if output.error is None else FinishReason.ABORT)
         self._meter.output(answer, output, before, held)
         stream.put(output, turn=turn)
+        return _EVENT if before is not None and not output.finished else _EDGE
 
     def cancel(self, stream: Stream, *, tell: bool, error: Callable[[], Exception] | None = None) -> None:
         """End what is unfinished of a stream.

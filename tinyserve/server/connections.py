@@ -23,7 +23,7 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 
-from .turns import Turns
+from .turns import AT_ONCE, Turns
 
 MAX_CONNECTIONS = 16384  # at the same time; each takes some 50 KB
 WRITE_SECONDS = 60.0  # that a client may take to read what fills the socket's buffer
@@ -52,8 +52,9 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
         sock=bound,
         ssl=tls,
         ssl_handshake_timeout=settings.ssl_handshake_timeout if tls else None,
-        backlog=settings.backlog,
+        backlog=AT_ONCE,  # also how many it accepts at once
     )
+    bound.listen(settings.backlog)
     try:
         await closing.wait()
     finally:

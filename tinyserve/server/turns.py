@@ -1,7 +1,7 @@
 """A thousand clients that come in the same moment are let in a few at a time, so that running streams go on meanwhile.
 
-What a connection or a request costs before it is queued is half a millisecond of the loop. Tasks that become ready
-together run together, and nobody else gets a turn until all of them have run: with a thousand, for half a second.
+What a request costs until it is queued is a millisecond of the loop. Tasks that become ready together run together, and
+nobody else gets a turn until all of them have run: with a thousand, for a second.
 
 Before: nothing.  After: connections.py (connections), app.py (requests).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-AT_ONCE = 16
+AT_ONCE = 8
 
 
 class Turns:
