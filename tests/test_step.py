@@ -15,7 +15,7 @@ params = st.builds(
     presence_penalty=floats, frequency_penalty=floats, repetition_penalty=floats,
     seed=st.integers(-(2**63), 2**63 - 1), min_tokens=ids,
     logprobs=st.none() | st.integers(-1, 20), prompt_logprobs=st.none() | st.integers(-1, 20),
-    logprob_ids=tuples, prompt_start=ids,
+    logprob_ids=tuples, prompt_start=ids, pooled=st.booleans(),
     prompt_ids=st.lists(st.lists(st.integers(-1, 2**31 - 1), max_size=3).map(tuple), max_size=3).map(tuple),
     bias=st.lists(st.tuples(ids, floats), max_size=3).map(tuple),
     allowed=st.none() | tuples, masked=tuples, bad_words=st.lists(tuples, max_size=3).map(tuple),

@@ -330,6 +330,7 @@ class Output:
         prompt_token_id_logprobs: once, too: [rows, K], in the shape of SamplingParams.prompt_logprob_token_ids.
         finish_reason, stop_reason: set on the last output; stop_reason is the stop string or stop id, None for EOS.
         error: what went wrong when finish_reason is ERROR.
+        pooled: when asked: the hidden state [H] of the prompt's last token, after the final norm.
     """
 
     request_id: str
@@ -344,6 +345,7 @@ class Output:
     usage: Usage
     error: Exception | None = None
     metrics: Any = None
+    pooled: Sequence[float] | None = None
 
     @property
     def finished(self) -> bool:

@@ -49,6 +49,7 @@ class RowParams:
         prompt_ids: the same for prompt positions: row i for position prompt_start + i; -1 for no token.
         bias: (token, value) pairs.   allowed: the only ids that may be chosen, None for all.
         masked: ids that are -inf while fewer than `min_tokens` output tokens exist.
+        pooled: the hidden state of the last prompt token is wanted.
         bad_words: token sequences whose last token is -inf when the output ends with the rest.
     """
 
@@ -66,6 +67,7 @@ class RowParams:
     logprob_ids: tuple[int, ...] = ()
     prompt_ids: tuple[tuple[int, ...], ...] = ()
     prompt_start: int = 0
+    pooled: bool = False
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     masked: tuple[int, ...] = ()
@@ -91,6 +93,7 @@ class RowParams:
             logprob_ids=p.logprob_token_ids or (),
             prompt_ids=p.prompt_logprob_token_ids or (),
             prompt_start=p.prompt_logprob_start or 0,
+            pooled=request.pooling is not None,
             bias=tuple((p.logit_bias or {}).items()),
             allowed=p.allowed_token_ids,
             masked=tuple(sorted(request.end_ids)) if p.min_tokens and not request.has_grammar else (),
@@ -218,7 +221,7 @@ def _pack_opening(opening: SlotOpening, out: array) -> None:
     out.extend(_float_bits(getattr(p, name)) for name in _FLOATS)
     out.extend((p.top_k, *struct.unpack("<ii", struct.pack("<q", p.seed)), p.min_tokens))
     out.extend(_NONE if n is None else n for n in (p.logprobs, p.prompt_logprobs))
-    out.extend((len(p.logprob_ids), *p.logprob_ids, p.prompt_start))
+    out.extend((len(p.logprob_ids), *p.logprob_ids, p.prompt_start, int(p.pooled)))
     _pack_lists(p.prompt_ids, out)
     out.extend((len(p.bias), *(token for token, _ in p.bias), *(_float_bits(value) for _, value in p.bias)))
     out.extend((_NONE,) if p.allowed is None else (len(p.allowed), *p.allowed))
@@ -242,7 +245,7 @@ def _unpack_opening(ints: _Reader) -> SlotOpening:
     floats = {name: _bits_float(bits) for name, bits in zip(_FLOATS, ints.take(len(_FLOATS)), strict=True)}
     top_k, low, high, min_tokens = ints.take(4)
     logprobs, prompt_logprobs = (None if n == _NONE else n for n in ints.take(2))
-    logprob_ids, prompt_start, prompt_ids = ints.counted(), ints.one(), _unpack_lists(ints)
+    logprob_ids, prompt_start, pooled, prompt_ids = ints.counted(), ints.one(), ints.one(), _unpack_lists(ints)
     count = ints.one()
     bias = tuple(zip(ints.take(count), map(_bits_float, ints.take(count)), strict=True))
     count = ints.one()
@@ -256,6 +259,7 @@ def _unpack_opening(ints: _Reader) -> SlotOpening:
         logprob_ids=logprob_ids,
         prompt_ids=prompt_ids,
         prompt_start=prompt_start,
+        pooled=bool(pooled),
         bias=bias,
         allowed=None if count == _NONE else ints.take(count),
         masked=ints.counted(),
@@ -289,7 +293,7 @@ class SliceOutput:
         logprobs: one per token, when the row asked for them.
         prompt_logprobs: when the row asked, one per computed position p that has a next prompt token, of the token at
             p + 1; without those before RowParams.scores_from().
-        pooled: the pooled vector of an embedding request, once its prompt is complete.
+        pooled: when the row asked, once its prompt is complete: the hidden state [H] of the prompt's last token.
         bad: the logits held NaN, +inf or nothing above -inf: `tokens` must not be used.
     """
 

@@ -432,12 +432,12 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """[T, V]"""
         with torch.inference_mode():
-            return self._model(torch.tensor([ids])).logits[0]
+            return self.model(torch.tensor([ids])).logits[0]
 
     def logprob(self, ids: list[int], at: int) -> float:
         """Log-probability of ids[at] after those before it."""

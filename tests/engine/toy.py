@@ -102,7 +102,8 @@ class ToyRunner:
         logprobs = None
         if params.logprobs is not None:
             logprobs = (self.record(tokens[: piece.end], prompt_len, token, params.logprobs, params.logprob_ids),)
-        return SliceOutput(piece.slot, (token,), logprobs=logprobs, prompt_logprobs=prompt, bad=bad)
+        pooled = (float(tokens[piece.end - 1]), 1.0) if params.pooled else None
+        return SliceOutput(piece.slot, (token,), logprobs, prompt, pooled, bad=bad)
 
     def record(self, tokens, prompt_len, token, count, asked=()):
         scores = self.rule(tokens, prompt_len)

@@ -321,7 +321,7 @@ def test_unknown_paths_and_methods(run):
     refused(run(call("GET", CHAT)), 405)
     refused(run(call("POST", "/v1/models", json={})), 405)
     refused(run(call("GET", "/v1/nothing")), 404)
-    refused(run(call("POST", "/v1/embeddings", json={})), 404)
+    refused(run(call("POST", "/v1/rerank", json={})), 404)
 
 
 def test_a_proxy_prefix_does_not_open_a_guarded_path(run):

@@ -142,6 +142,7 @@ class Answer:
             stop_reason=stop,
             usage=self._usage(),
             metrics=self.timing,
+            pooled=update.pooled,
         )
         return output if update.prompt_logprobs is None else evolve(output, **self._prompt_reports(update))
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from attrs import evolve, field, frozen
 
 from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError, shown
-from ..request import Request, SamplingParams
+from ..request import PoolingParams, Request, SamplingParams
 from ..runner.workers import Workers
 from ..structured import Constraint
 from ..text.parsers.registry import Parsing
@@ -50,6 +50,7 @@ class Call:
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     thinks: bool = False
+    pooling: PoolingParams | None = None
 
 
 @frozen(kw_only=True)
@@ -171,6 +172,7 @@ class Intake:
             arrival=arrival,
             cache_salt=salt,
             constraint=self._constraint(params, ids, call.thinks),
+            pooling=call.pooling,
             prompt=text,
         )
         return Prepared(name, Children(request))

@@ -34,6 +34,7 @@ from ..step import SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs
 from .batch import Batch, BatchBuilder, Shape, Views
 from .flight import Flight
 from .graphs import MIXED_PROMPTS, MIXED_TOKENS, Computed, Eager, Graphs
+from .pooled import pooled, wanted
 from .slots import Differences, Rows
 from .workers import Workers
 
@@ -75,7 +76,7 @@ class _Launched:
     Args:
         order: the slice of each sequence of the batch.   places: where its token stands in the result.
         result: [2, S] tokens and bad flags; they are there once the event has come. None if nothing was chosen.
-        reports: of the sequences, by their place.   prompt_scores: by slice.
+        reports: of the sequences, by their place.   prompt_scores, pooled: by slice.
     """
 
     step: StepInput
@@ -84,6 +85,7 @@ class _Launched:
     result: torch.Tensor | None
     reports: TokenReports | None
     prompt_scores: dict[int, list[Any]]
+    pooled: dict[int, torch.Tensor]
     event: Any
     started: float
 
@@ -234,16 +236,18 @@ class Runner:
         """Queue the choice of tokens as far as the forward has not made it, and what brings results home."""
         step, order, forward = begun.step, begun.order, begun.forward
         with self.device.use():
-            places, result, reports, scores = order, None, None, {}
+            places, result, reports, scores, pools = order, None, None, {}, {}
             if forward is not None:
                 places, result, reports = self._choose(forward, step.masks)
                 pieces, hidden = forward.pieces, forward.computed.hidden
                 scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in self._scored(pieces)}
+                if which := wanted(pieces, self.rows.pooled):
+                    pools = {order[i]: vector for i, vector in pooled(hidden, pieces, which).items()}
                 event = self._events[self.batches.slot]
             else:
                 event = self.device.event()
             event.record(self.device.current_stream())
-        return _Launched(step, order, places, result, reports, scores, event, begun.started)
+        return _Launched(step, order, places, result, reports, scores, pools, event, begun.started)
 
     def _take(self, step: StepInput) -> Differences | None:
         """Book rows that close and open, with the sampler too; what the rows on the device must be told."""
@@ -260,7 +264,7 @@ class Runner:
         asks = self.sampler.asks(slots)
         more = asks.more or masked
         own, sampled = self._own_shape(pieces), any(piece.samples for piece in pieces)
-        exact = not own.is_decode and (more or bool(self._scored(pieces)))
+        exact = not own.is_decode and (more or bool(self._scored(pieces)) or bool(wanted(pieces, self.rows.pooled)))
         shape = own if exact else self.graphs.fit(own)
         views = self.batches.send(pieces, shape, differences, slots)
         again = sampled and more  # the choice of a graph is not enough
@@ -381,7 +385,8 @@ class Runner:
             bad = result[seqs + place] > 0
             record = None if bad else records.get(place)
             logprobs = None if record is None else (record,)
-            outputs[index] = SliceOutput(piece.slot, (result[place],), logprobs, prompt, bad=bad)
+            vector = launched.pooled[index].tolist() if index in launched.pooled else None
+            outputs[index] = SliceOutput(piece.slot, (result[place],), logprobs, prompt, vector, bad=bad)
         return StepOutput(launched.step.step_id, tuple(outputs), time.perf_counter() - launched.started)
 
 

@@ -56,6 +56,7 @@ class Rows:
         self.prompt_lens = [0] * (rows + 1)
         self.params: list[RowParams | None] = [None] * rows
         self.scored: set[int] = set()  # rows that ask about their prompt
+        self.pooled: set[int] = set()  # rows that want a hidden state
 
     def apply(self, step: StepInput) -> None:
         """Take over a step's differences: rows closed and opened, blocks added."""
@@ -66,6 +67,7 @@ class Rows:
         for slot in step.closed:
             self.params[slot] = None
             self.scored.discard(slot)
+            self.pooled.discard(slot)
         if not (step.opened or step.edits):
             return None
         width, (_, rows, blocks) = self.tokens.shape[1], self.tables.shape
@@ -75,6 +77,8 @@ class Rows:
             self.params[opening.slot] = opening.params
             if opening.params.scores_from() is not None:
                 self.scored.add(opening.slot)
+            if opening.params.pooled:
+                self.pooled.add(opening.slot)
             firsts.append(opening.slot * width)
             parts.append(opening.tokens)
         for edit in step.edits:

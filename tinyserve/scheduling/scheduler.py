@@ -133,8 +133,6 @@ class Scheduler:
             raise RequestError(f"A request with the id {request.id!r} is already running.", param="request_id")
         if length >= self._limit:
             raise ContextLengthExceeded(length, self._limit)
-        if request.pooling is not None:
-            raise RequestError("This model generates text; embeddings and scores are not available.", param="task")
         kv = self._cache.sequence(request, self._adapters.identity(request.adapter))
         constraint = self._constrain(request)
         self._refuse_overload(length)
@@ -337,7 +335,8 @@ class Scheduler:
                 new = new[:count]
                 seq.computed = min(seq.computed, len(tokens))  # accepted drafts after the end are not its tokens
                 break
-        return self._report(seq, new, given.logprobs, ended)
+        update = self._report(seq, new, given.logprobs, ended)
+        return update if given.pooled is None else update._replace(pooled=given.pooled)
 
     def _report(
         self,

@@ -25,6 +25,7 @@ class Update(NamedTuple):
             a word for a repetition.
         cached_tokens: prompt tokens that the first admission found in the prefix cache.
         error: what went wrong when finish_reason is ERROR.
+        pooled: when asked: the hidden state [H] of the prompt's last token.
         started: time.monotonic() when a step first computed some of it.
     """
 
@@ -37,6 +38,7 @@ class Update(NamedTuple):
     cached_tokens: int
     error: Exception | None
     started: float
+    pooled: tuple[float, ...] | None = None
 
 
 class SequenceFacts(NamedTuple):

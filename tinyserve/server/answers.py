@@ -98,6 +98,12 @@ MESSAGE = record(
     usage=record(input_tokens="integer", output_tokens="integer", cache_read_input_tokens="integer",
                  cache_creation_input_tokens="integer"),
 )  # fmt: skip
+EMBEDDINGS = record(
+    id="string", object="string", created="integer", model="string",
+    data=rows(record(index="integer", object="string", embedding={"type": ["array", "string"]}),
+              "In the order of the input; numbers, or base64."),
+    usage=record(prompt_tokens="integer", total_tokens="integer"),
+)  # fmt: skip
 COUNT = record(input_tokens="integer")
 GENERATED = record(
     request_id="string",

@@ -26,7 +26,7 @@ from starlette.routing import Route, Router
 
 from ..errors import Overloaded
 from ..telemetry import HttpCall
-from . import admin, anthropic, control, dashboard, docs, models, pages, responses, tokens
+from . import admin, anthropic, control, dashboard, docs, embeddings, models, pages, responses, tokens
 from .admin import orca
 from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, WrongHost, answer_to, describe
 from .face import Service
@@ -54,6 +54,7 @@ Handler = Callable[[Request, Service], Awaitable[Any]]
 _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/embeddings", embeddings.embeddings),
     ("POST", "/v1/responses", responses.create),
     ("GET", "/v1/responses/{response_id}", responses.retrieve),
     ("DELETE", "/v1/responses/{response_id}", responses.delete),

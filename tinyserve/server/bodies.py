@@ -154,20 +154,39 @@ CHAT = Body("ChatRequest", [
     *harmless("verbosity"),
 ])  # fmt: skip
 
+PROMPTS = documented(
+    {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}},
+            {"type": "array", "items": {"type": "integer"}},
+            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        ]
+    },
+    "a text, a list of texts, a list of token ids, or a list of such lists; not empty",
+    object,
+)
 COMPLETION = Body("CompletionRequest", [
     MODEL,
-    Param("prompt", documented({"anyOf": [
-        {"type": "string"}, {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": {"type": "integer"}},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-    ]}, "a text, a list of texts, a list of token ids, or a list of such lists; not empty", object),
-        "One prompt or up to 1024; texts or token ids."),
+    Param("prompt", PROMPTS, "One prompt or up to 1024; texts or token ids."),
     Param("max_tokens", integer(), "Most tokens of an answer. 0 computes the prompt only.", 16),
     Param("logprobs", integer(), "Report log-probabilities, with so many alternatives; -1: all."),
     Param("echo", flag(), "Begin each answer with its prompt; with logprobs, those of the prompt come too.", False),
     Param("suffix", text(), "Refused unless empty: the model cannot fill in between two texts."),
     *SAMPLING, FORMAT, *STREAMING, *REQUEST,
     Param("add_special_tokens", flag(), "Let the tokenizer add its BOS to text prompts.", True),
+])  # fmt: skip
+
+EMBEDDING = Body("EmbeddingRequest", [
+    MODEL,
+    Param("input", PROMPTS, "One text or up to 1024, or token ids."),
+    Param("encoding_format", choice("float", "base64"), "Numbers, or little-endian float32 as base64.", "float"),
+    Param("dimensions", integer(), "Refused: the vectors are not made to be cut."),
+    Param("use_activation", flag(), "Scale each vector to length 1.", True),
+    *[param for param in SAMPLING if param.name in ("truncate_prompt_tokens", "truncation_side")],
+    *[param for param in REQUEST if not param.name.startswith("return_")],
+    *refusal("messages", "embed_dtype", "endianness", "normalize", "task"),
+    Param("add_special_tokens", flag(), "Let the tokenizer add its special tokens to texts.", True),
 ])  # fmt: skip
 
 TOKENIZE = Body("TokenizeRequest", [

@@ -17,6 +17,7 @@ from attrs import define, field
 
 from .. import __version__
 from ..config import EngineConfig
+from ..engine.intake import Call
 from ..errors import Overloaded, UnknownModel
 from ..request import BeamSearchParams, Output, SamplingParams
 from ..telemetry import NoMetrics
@@ -38,6 +39,10 @@ class EngineFace(Protocol):
         self, prompt: Sequence[int], sampling: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[Output]:
         """Outputs of all n answers, interleaved. Errors of validation come before anything is queued."""
+        ...
+
+    def outputs(self, call: Call) -> AsyncIterator[Output]:
+        """Outputs of a call with more than `generate` takes: one whose hidden state is wanted."""
         ...
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

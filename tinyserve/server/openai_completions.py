@@ -3,12 +3,11 @@
 A request with p prompts and n answers each has p * n choices; choice index = prompt index * n + answer index. With
 `echo` each choice begins with its prompt, and the prompt's logprobs come with it.
 
-Before: fields.py, sampling.py, logprobs.py.  After: sse.py (sends it), engine/engine.py (makes the outputs).
+Before: prompts.py, sampling.py, logprobs.py.  After: sse.py (sends it), engine/engine.py (makes the outputs).
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,33 +16,23 @@ import orjson
 from attrs import frozen
 from starlette.requests import Request
 
-from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError
 from ..request import Output
 from . import answers, spans
 from .beam import beam_outputs, read_beam, with_form
 from .bodies import COMPLETION
 from .errors import Failure
-from .face import EngineFace, Service
+from .face import Service
 from .fields import Fields, read_body
 from .logprobs import TextLogprobs, joined, prompt_logprobs
 from .openai_chat import name_of
+from .prompts import Prompt, read
 from .requestlog import log_request
-from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
+from .sampling import StreamOptions, read_sampling, read_stream, request_options
 from .schema import facts
 from .sse import DONE, Generation, Progress, Tally, openai_failed
 
-MAX_PROMPTS = 1024
 MAX_CHOICES = 16384  # prompts times answers
-INLINE_CHARACTERS = 2048  # 1 ms of work; longer texts go to a thread
 DEFAULT_MAX_TOKENS = 16
-
-
-@frozen
-class Prompt:
-    """One prompt. text: as sent, or decoded when only ids were sent."""
-
-    text: str
-    ids: Sequence[int]
 
 
 @frozen(kw_only=True)
@@ -79,7 +68,10 @@ async def completions(request: Request, service: Service) -> Generation:
     sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
     beam = with_form(beam, sampling)
     more = request_options(fields)
-    prompts = await _read(engine, fields, sampling.n)
+    prompts = await read(engine, fields, "prompt")
+    if len(prompts) * sampling.n > MAX_CHOICES:
+        many = f"{len(prompts)} prompts with {sampling.n} answers each"
+        fields.refuse("n", f"{many} are above the {MAX_CHOICES} allowed choices.")
     shape = Shape(
         prompts=prompts,
         n=beam.beam_width if beam else sampling.n,
@@ -109,69 +101,6 @@ async def completions(request: Request, service: Service) -> Generation:
     return Generation(
         sources, shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval, progress=progress
     )
-
-
-def read_prompts(fields: Fields) -> list[str | list[int]]:
-    """The prompt field in any of its four forms, as a list of texts or a list of id lists."""
-    prompt = fields.raw("prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise fields.wrong("prompt", "a text, a list of texts, a list of token ids, or a list of such lists; not empty")
-    if all(type(token) is int for token in prompt):
-        return [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        fields.refuse("prompt", f"holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed.")
-    if all(isinstance(text, str) for text in prompt):
-        return prompt
-    if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in prompt):
-        return prompt
-    raise fields.wrong("prompt", "only texts, or only lists of token ids, none of them empty")
-
-
-async def _read(engine: EngineFace, fields: Fields, n: int) -> list[Prompt]:
-    """All prompts, checked before any of them runs; off the loop if there is much to read."""
-
-    def work() -> list[Prompt]:
-        asked = read_prompts(fields)
-        if len(asked) * n > MAX_CHOICES:
-            fields.refuse(
-                "n", f"{len(asked)} prompts with {n} answers each are above the {MAX_CHOICES} allowed choices."
-            )
-        return [_encoded(engine, fields, prompt) for prompt in asked]
-
-    return work() if _is_small(fields.raw("prompt")) else await asyncio.to_thread(work)
-
-
-def _is_small(prompt: Any) -> bool:
-    if not isinstance(prompt, list):
-        return not isinstance(prompt, str) or len(prompt) <= INLINE_CHARACTERS
-    pieces = prompt[:INLINE_CHARACTERS]
-    size = sum(len(piece) if isinstance(piece, (str, list)) else 1 for piece in pieces)
-    return len(prompt) <= INLINE_CHARACTERS and size <= INLINE_CHARACTERS
-
-
-def _encoded(engine: EngineFace, fields: Fields, prompt: str | list[int]) -> Prompt:
-    """Ids and text of one prompt, cut if asked."""
-    cut = fields.given("truncate_prompt_tokens")
-    longest = engine.max_model_len
-    if isinstance(prompt, str):
-        limit = None if cut else COUNTED_CONTEXTS * longest  # more are refused anyway
-        ids = engine.tokenizer.encode(prompt, add_special_tokens=fields.flag("add_special_tokens", True), limit=limit)
-    else:
-        ids = prompt
-        if min(ids) < 0:
-            fields.refuse("prompt", f"token ids must not be negative, got {min(ids)}.")
-    ids = cut_prompt(fields, ids, longest)
-    if not ids:
-        raise RequestError("The prompt is empty: at least one token is needed.", param="prompt")
-    if len(ids) >= longest:
-        raise ContextLengthExceeded(
-            len(ids), longest, at_least=isinstance(prompt, str) and len(ids) > COUNTED_CONTEXTS * longest
-        )
-    if isinstance(prompt, str) and not cut:
-        return Prompt(prompt, ids)
-    return Prompt(engine.tokenizer.decode(ids, skip_special_tokens=False) if fields.flag("echo") else "", ids)
 
 
 def _decided(fields: Fields, echo: bool) -> dict[str, Any]:

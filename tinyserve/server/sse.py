@@ -95,7 +95,7 @@ class Generation:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
+            tasks.start_soon(cancel_when_gone, receive, tasks.cancel_scope)
             if self._stream and self._keep_alive:
                 tasks.start_soon(self._break_silence, send)
             if self._stream and self._progress is not None:
@@ -195,7 +195,8 @@ def _weight(output: Output) -> int:
     return 1 + len(output.token_ids) + _NAMED * named
 
 
-async def _cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:
+async def cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:
+    """Wait until the client has left, then cancel the scope."""
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()

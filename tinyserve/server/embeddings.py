@@ -1,0 +1,118 @@
+"""POST /v1/embeddings: one vector for each text, the hidden state of its last token, of length 1.
+
+    input -> ids -> engine (the prompt is computed, and a token that nobody sees) -> [H] float32 -> numbers or base64
+
+Models made for it (Qwen3-Embedding, E5-Mistral) are decoders trained to put a text's meaning there; any other decoder
+gives a vector too, a less useful one. Texts share the prefix cache with everything else.
+
+Before: prompts.py, runner/pooled.py (where the vector comes from).  After: app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+import numpy as np
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from ..engine.intake import Call
+from ..errors import EngineError, Overloaded
+from ..request import FinishReason, Output, PoolingParams, SamplingParams
+from . import answers
+from .bodies import EMBEDDING
+from .face import Service
+from .fields import Fields, read_body
+from .openai_chat import name_of
+from .prompts import Prompt, read
+from .requestlog import log_request
+from .sampling import request_options
+from .schema import facts
+from .sse import cancel_when_gone
+
+_ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+_POOLED = PoolingParams()
+
+
+@facts("Embeddings", "Turn texts into vectors", body=EMBEDDING, answer=answers.EMBEDDINGS)
+async def embeddings(request: Request, service: Service) -> Any:
+    """The hidden state of each text's last token, scaled to length 1.
+
+    Raises: RequestError, Overloaded, EngineDead.
+    """
+    engine = service.ready()
+    fields = await read_body(request, service.config.server, EMBEDDING)
+    model = service.model_name(fields.text("model"))
+    if fields.given("dimensions"):
+        fields.refuse("dimensions", "this model's vectors cannot be cut; leave it out.")
+    more = request_options(fields)
+    prompts = await read(engine, fields, "input")
+    name = "embd-" + name_of(request, fields)
+    log_request(service.config.log, name, _ONE, sum(len(prompt.ids) for prompt in prompts), fields.raw("input"))
+
+    def source(number: int, prompt: Prompt) -> AsyncIterator[Output]:
+        call = Call(prompt=prompt.ids, sampling=_ONE, request_id=f"{name}-{number}", pooling=_POOLED, **more)
+        return engine.outputs(call)
+
+    vectors, failure = None, None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(cancel_when_gone, request.receive, tasks.cancel_scope)
+        try:
+            vectors = await _vectors([source(*each) for each in enumerate(prompts)])
+        except Exception as error:
+            failure = error
+        tasks.cancel_scope.cancel()
+    if vectors is None:
+        raise failure or ClientDisconnect
+    count = sum(len(prompt.ids) for prompt in prompts)
+    body = {
+        "id": name,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": _data(vectors, fields),
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+    written = await asyncio.to_thread(orjson.dumps, body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(written, media_type="application/json")
+
+
+async def _vectors(sources: Sequence[AsyncIterator[Output]]) -> list[np.ndarray]:
+    """One vector for each source. When one fails, or nobody waits any more, all are closed."""
+    tasks = [asyncio.create_task(_vector(source)) for source in sources]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _vector(outputs: AsyncIterator[Output]) -> np.ndarray:
+    """The vector [H] float32 of one prompt."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.error is not None:
+                raise output.error
+            if output.pooled is not None:
+                return np.array(output.pooled, dtype=np.float32)
+            if output.finish_reason is FinishReason.ABORT:
+                raise Overloaded("The request was aborted.")
+    raise EngineError("The model gave no vector.")
+
+
+def _data(vectors: list[np.ndarray], fields: Fields) -> list[dict[str, Any]]:
+    if fields.flag("use_activation", True):
+        vectors = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
+    vectors = [vector.astype("<f4") for vector in vectors]
+    if fields.choice("encoding_format", ("float", "base64"), "float") == "base64":
+        shown: list[Any] = [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
+    else:
+        shown = vectors
+    return [{"index": index, "object": "embedding", "embedding": vector} for index, vector in enumerate(shown)]
