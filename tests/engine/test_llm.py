@@ -104,6 +104,18 @@ def test_beam_search_returns_sequences():
     assert found[0].sequences[0].text.startswith("a") and len(found[0].sequences[0].tokens) == 4
 
 
+def test_embed_gives_a_vector_for_each_prompt():
+    """The toy's hidden state is (last token id, 1)."""
+    with make() as llm:
+        found = llm.embed(["ab", [98], "ba"], use_tqdm=False)
+        (raw,) = llm.embed("b", use_tqdm=False, normalize=False)
+
+    assert list(raw.outputs.embedding) == [98, 1] and raw.prompt_tokens == 1
+    vectors = [one.outputs.embedding for one in found]
+    assert (vectors[0] == vectors[1]).all() and (vectors[0] != vectors[2]).any()
+    assert [float(vector @ vector) for vector in vectors] == pytest.approx([1, 1, 1])
+
+
 def test_it_works_inside_a_running_loop():
     """As in Jupyter: the calling thread's loop runs already, and nothing is patched."""
 

@@ -27,9 +27,10 @@ from ..config import DEFAULT_MODEL, build
 from ..errors import RequestError, TinyserveError
 from ..request import BeamSearchParams, RequestOutputKind, SamplingParams
 from ..structured import StructuredOutputsParams
+from .embedding import embed
 from .engine import Engine
 from .intake import Call, Prepared
-from .outputs import BeamSearchOutput, RequestOutput, collect
+from .outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, collect
 from .parts import Parts
 
 T = TypeVar("T")
@@ -205,6 +206,16 @@ class LLM:
         work = _search_all(self.engine, prompt_list(prompts), params, concurrency_limit, use_tqdm)
         return self._background.run(work)
 
+    def embed(
+        self,
+        prompts: Sequence[Prompt] | Prompt,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The hidden state of each prompt's last token. normalize: scale it to length 1."""
+        return self._background.run(_embed_all(self.engine, prompt_list(prompts), use_tqdm, normalize))
+
     def get_tokenizer(self) -> Any:
         """The tokenizer."""
         return self.engine.tokenizer
@@ -218,8 +229,8 @@ class LLM:
         return self._background.run(_call(self.engine.reset_prefix_cache))
 
     def encode(self, *_: Any, **__: Any) -> None:
-        """Raises: TinyserveError: pooling models are not served yet."""
-        raise TinyserveError("LLM.encode needs a pooling model, which this version does not serve yet.")
+        """Raises: TinyserveError: other poolers than `embed` are not there yet."""
+        raise TinyserveError("LLM.encode is not implemented yet; LLM.embed gives the last token's hidden state.")
 
     def sleep(self, *_: Any, **__: Any) -> None:
         """Raises: TinyserveError: not there yet."""
@@ -339,5 +350,21 @@ async def _search_all(
 
     try:
         return await _together([search(prompt) for prompt in prompts])
+    finally:
+        progress.close()
+
+
+async def _embed_all(
+    engine: Engine, prompts: Sequence[Prompt], use_tqdm: Any, normalize: bool
+) -> list[EmbeddingRequestOutput]:
+    progress = _Progress(use_tqdm, len(prompts))
+
+    async def one(prompt: Prompt) -> EmbeddingRequestOutput:
+        found = await embed(engine, prompt, normalize=normalize)
+        progress.done(found.prompt_tokens, 0)
+        return found
+
+    try:
+        return await _together([one(prompt) for prompt in prompts])
     finally:
         progress.close()

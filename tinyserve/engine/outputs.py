@@ -75,6 +75,28 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
 
 
+@define(eq=False)
+class EmbeddingOutput:
+    """One vector. embedding: [H] float32."""
+
+    embedding: np.ndarray
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@define(eq=False)
+class EmbeddingRequestOutput:
+    """The vector of one prompt. prompt_tokens: of it; num_cached_tokens: those found in the prefix cache."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_tokens: int
+    num_cached_tokens: int
+    finished: bool = True
+
+
 @define
 class BeamSearchSequence:
     """One beam.

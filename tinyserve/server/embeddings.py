@@ -1,11 +1,11 @@
 """POST /v1/embeddings: one vector for each text, the hidden state of its last token, of length 1.
 
-    input -> ids -> engine (the prompt is computed, and a token that nobody sees) -> [H] float32 -> numbers or base64
+    input -> ids -> engine/embedding.py -> [H] float32 -> numbers or base64
 
 Models made for it (Qwen3-Embedding, E5-Mistral) are decoders trained to put a text's meaning there; any other decoder
 gives a vector too, a less useful one. Texts share the prefix cache with everything else.
 
-Before: prompts.py, runner/pooled.py (where the vector comes from).  After: app.py.
+Before: prompts.py, engine/embedding.py.  After: app.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import anyio
@@ -23,22 +22,18 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ..engine.intake import Call
-from ..errors import EngineError, Overloaded
-from ..request import FinishReason, Output, PoolingParams, SamplingParams
+from ..engine.embedding import ONE_TOKEN, embed
+from ..engine.outputs import EmbeddingRequestOutput
 from . import answers
 from .bodies import EMBEDDING
 from .face import Service
 from .fields import Fields, read_body
 from .openai_chat import name_of
-from .prompts import Prompt, read
+from .prompts import read
 from .requestlog import log_request
 from .sampling import request_options
 from .schema import facts
 from .sse import cancel_when_gone
-
-_ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
-_POOLED = PoolingParams()
 
 
 @facts("Embeddings", "Turn texts into vectors", body=EMBEDDING, answer=answers.EMBEDDINGS)
@@ -55,17 +50,18 @@ async def embeddings(request: Request, service: Service) -> Any:
     more = request_options(fields)
     prompts = await read(engine, fields, "input")
     name = "embd-" + name_of(request, fields)
-    log_request(service.config.log, name, _ONE, sum(len(prompt.ids) for prompt in prompts), fields.raw("input"))
+    log_request(service.config.log, name, ONE_TOKEN, sum(len(prompt.ids) for prompt in prompts), fields.raw("input"))
 
-    def source(number: int, prompt: Prompt) -> AsyncIterator[Output]:
-        call = Call(prompt=prompt.ids, sampling=_ONE, request_id=f"{name}-{number}", pooling=_POOLED, **more)
-        return engine.outputs(call)
-
+    normalize = fields.flag("use_activation", True)
+    jobs = [
+        embed(engine, prompt.ids, normalize=normalize, request_id=f"{name}-{number}", **more)
+        for number, prompt in enumerate(prompts)
+    ]
     vectors, failure = None, None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(cancel_when_gone, request.receive, tasks.cancel_scope)
         try:
-            vectors = await _vectors([source(*each) for each in enumerate(prompts)])
+            vectors = await _vectors(jobs)
         except Exception as error:
             failure = error
         tasks.cancel_scope.cancel()
@@ -84,32 +80,17 @@ async def embeddings(request: Request, service: Service) -> Any:
     return Response(written, media_type="application/json")
 
 
-async def _vectors(sources: Sequence[AsyncIterator[Output]]) -> list[np.ndarray]:
-    """One vector for each source. When one fails, or nobody waits any more, all are closed."""
-    tasks = [asyncio.create_task(_vector(source)) for source in sources]
+async def _vectors(jobs: Sequence[Coroutine[Any, Any, EmbeddingRequestOutput]]) -> list[np.ndarray]:
+    """What all jobs give. When one fails, or nobody waits any more, all are ended."""
+    tasks = [asyncio.create_task(job) for job in jobs]
     try:
-        return await asyncio.gather(*tasks)
+        return [found.outputs.embedding for found in await asyncio.gather(*tasks)]
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _vector(outputs: AsyncIterator[Output]) -> np.ndarray:
-    """The vector [H] float32 of one prompt."""
-    async with aclosing(outputs):
-        async for output in outputs:
-            if output.error is not None:
-                raise output.error
-            if output.pooled is not None:
-                return np.array(output.pooled, dtype=np.float32)
-            if output.finish_reason is FinishReason.ABORT:
-                raise Overloaded("The request was aborted.")
-    raise EngineError("The model gave no vector.")
-
-
 def _data(vectors: list[np.ndarray], fields: Fields) -> list[dict[str, Any]]:
-    if fields.flag("use_activation", True):
-        vectors = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
     vectors = [vector.astype("<f4") for vector in vectors]
     if fields.choice("encoding_format", ("float", "base64"), "float") == "base64":
         shown: list[Any] = [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
