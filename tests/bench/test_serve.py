@@ -339,10 +339,26 @@ def test_stopping_shows_what_was_measured(tmp_path):
     assert "Successful requests:                      3" in out
 
 
+def test_a_command_for_vllm_is_understood():
+    """The words of `vllm bench serve` for host, route, data and lengths."""
+    words = (
+        "--backend openai-chat --host h --port 81 --dataset-name random --random-input-len 3 --random-output-len 2:4"
+    )
+
+    options = serve.arguments([*words.split(), "--request-rate", "inf"])
+
+    assert (options.base_url, options.endpoint) == ("http://h:81", "chat")
+    assert (options.input_len, options.output_len) == (3, (2, 4))
+    assert serve.arguments(["--endpoint", "/v1/completions"]).endpoint == "/v1/completions"
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--request-rate", "0"], "request-rate"),
+        (["--num-prompts", "0"], "num-prompts"),
+        (["--dataset-name", "custom"], "--dataset-path"),
+        (["--save-result"], "--save-result"),
         (["--goodput", "itl:3"], "'itl' is none of ttft, tpot, e2el"),
         (["--goodput", "ttft"], "milliseconds"),
         (["--input-len", "9:3"], "input-len"),

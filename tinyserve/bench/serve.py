@@ -34,6 +34,7 @@ from .load import Run, load, progress_bar, send_times
 from .prompts import RANDOM_IDS, Prompt, random_prompts, read_prompts, size
 from .requests import Endpoint, Record, ask
 
+BACKENDS = {"openai": "completions", "vllm": "completions", "openai-chat": "chat"}
 BUSY = 0.9  # share of a core at which the client, not the server, may be what is measured
 SHOWN = 10  # errors
 
@@ -47,8 +48,11 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options. Raises: ConfigError."""
     parser = _Parser(prog="tinyserve bench serve", description=__doc__.partition("\n")[0], allow_abbrev=False)
     where = parser.add_argument_group("server")
-    where.add_argument("--base-url", default="http://127.0.0.1:8000", help="of the server, without /v1 [%(default)s]")
-    where.add_argument("--endpoint", default="completions", help="chat, completions, or their path [%(default)s]")
+    where.add_argument("--base-url", metavar="URL", help="of the server, without /v1 [made of host and port]")
+    where.add_argument("--host", default="127.0.0.1", help="[%(default)s]")
+    where.add_argument("--port", type=int, default=8000, help="[%(default)s]")
+    where.add_argument("--endpoint", help="chat, completions, or their path [completions]")
+    where.add_argument("--backend", choices=BACKENDS, default="openai", help="vLLM's word: openai-chat means the chat")
     where.add_argument("--model", help="name to ask for [the first that is served]")
     where.add_argument("--api-key", help="[TINYSERVE_API_KEY]")
     where.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE", help="sent with every request")
@@ -57,10 +61,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--ready-check-timeout-sec", type=float, default=600, help="wait so long [%(default)s]; 0: do not"
     )
     what = parser.add_argument_group("requests")
+    what.add_argument("--dataset-name", choices=("random", "custom"), help="custom: a file [random without one]")
     what.add_argument("--dataset-path", type=Path, metavar="FILE", help="JSONL with prompts or messages [random ids]")
     what.add_argument("--num-prompts", type=int, help="requests [1000, or the lines of the file]")
-    what.add_argument("--input-len", type=size, default=1024, metavar="N or N:M", help="tokens of a prompt [1024]")
-    what.add_argument("--output-len", type=size, default=128, metavar="N or N:M", help="tokens of an answer [128]")
+    lengths = {"type": size, "metavar": "N or N:M"}
+    what.add_argument("--input-len", "--random-input-len", default=1024, help="tokens of a prompt [1024]", **lengths)
+    what.add_argument("--output-len", "--random-output-len", default=128, help="tokens of an answer [128]", **lengths)
     what.add_argument("--random-text", action="store_true", help="random words in place of random token ids")
     what.add_argument("--random-vocab", type=int, default=RANDOM_IDS, help="random ids are below it [%(default)s]")
     what.add_argument("--ignore-eos", action="store_true", help="every answer gets its full length")
@@ -85,10 +91,18 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> None:
     """Turn lists into their values. Raises: ConfigError: one is wrong."""
-    wrong = [name for name in ("num_prompts", "max_concurrency") if (getattr(options, name) or 1) < 1]
+    wrong = [
+        name
+        for name in ("num_prompts", "max_concurrency")
+        if (number := getattr(options, name)) is not None and number < 1
+    ]
     wrong += [name for name in ("request_rate", "burstiness", "random_vocab") if not getattr(options, name) > 0]
     if wrong:
         raise ConfigError(f"--{wrong[0].replace('_', '-')} must be above 0.")
+    if options.dataset_name and (options.dataset_name == "custom") != (options.dataset_path is not None):
+        raise ConfigError("--dataset-name custom and --dataset-path FILE go together.")
+    options.endpoint = options.endpoint or BACKENDS[options.backend]
+    options.base_url = options.base_url or f"http://{options.host}:{options.port}"
     if not isinstance(options.extra_body, dict):
         raise ConfigError("--extra-body must be a JSON object.")
     options.metrics = [name for name in options.percentile_metrics.split(",") if name]
@@ -161,15 +175,15 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     bar = progress_bar(len(bodies), shown=not options.disable_tqdm)
     found = await load(server, endpoint, bodies, times, limit=options.max_concurrency, bar=bar)
     server.close()
-    return _result(options, model, found)
+    return _result(options, model, len(bodies), found)
 
 
-def _result(options: argparse.Namespace, model: str, found: Run) -> dict[str, Any]:
+def _result(options: argparse.Namespace, model: str, count: int, found: Run) -> dict[str, Any]:
     rate = options.request_rate
     result: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "model_id": model,
-        "num_prompts": options.num_prompts or len(found.records),
+        "num_prompts": count,
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": "inf" if math.isinf(options.burstiness) else options.burstiness,
         "max_concurrency": options.max_concurrency,
