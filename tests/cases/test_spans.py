@@ -60,7 +60,7 @@ def plain(value):
 
 
 async def test_each_request_becomes_a_span(tok, collector):
-    """A chat, a stream of n = 2, two prompts, an abandoned stream: 5 spans, with their counts, reasons and parent."""
+    """A chat, a stream of n = 2, two prompts, an abandoned stream, an embedding: 6 spans, with counts and parents."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra [otel]")
     url, posted = collector
     async with serving(FlatModel(), tok, socket=True, otlp_traces_endpoint=url) as server:
@@ -72,6 +72,7 @@ async def test_each_request_becomes_a_span(tok, collector):
         async with server.http.stream("POST", TEXT, json=body) as answer:
             await anext(answer.aiter_bytes())
         await server.refused(TEXT, {"prompt": "z", "request_id": "five", "temperature": 9})
+        await server.ask("/v1/embeddings", {"input": "abc", "request_id": "six"})
     found = await asyncio.to_thread(spans_in, posted)
 
     span, values = found["chatcmpl-one"]
@@ -91,6 +92,7 @@ async def test_each_request_becomes_a_span(tok, collector):
     assert (values["gen_ai.response.finish_reasons"], values["gen_ai.usage.output_tokens"]) == (["length"] * 2, 8)
     assert {"cmpl-three-0", "cmpl-three-1"} <= found.keys()
     assert found["cmpl-four-0"][1]["gen_ai.response.finish_reasons"] == ["abort"]
+    assert found["embd-six-0"][1]["gen_ai.operation.name"] == "embeddings"
     assert not any("five" in name for name in found)  # refused before anything ran
 
 

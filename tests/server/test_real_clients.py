@@ -117,6 +117,19 @@ def test_scores_of_given_texts_as_evaluations_ask_for_them(client):
     assert greedy and not never
 
 
+def test_openai_embeddings(client):
+    """The client asks for base64 by itself; likeness of meaning shows even in a model that was not made for it."""
+    texts = ["The cat sat on the mat.", "A cat is sitting on a mat.", "Interest rates rose by two percent."]
+    found = [each.embedding for each in client.embeddings.create(model="smol", input=texts).data]
+    numbers = client.embeddings.create(model="smol", input=texts[0], encoding_format="float").data[0].embedding
+
+    def likeness(a, b):
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    assert likeness(found[0], numbers) == pytest.approx(1, abs=1e-4)
+    assert likeness(found[0], found[1]) > likeness(found[0], found[2])
+
+
 def test_openai_responses(client):
     first = client.responses.create(model="smol", input=QUESTION[0]["content"], temperature=0, max_output_tokens=24)
     second = client.responses.create(

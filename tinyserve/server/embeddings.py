@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -23,8 +24,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ..engine.embedding import ONE_TOKEN, embed
+from ..engine.intake import Call
 from ..engine.outputs import EmbeddingRequestOutput
-from . import answers
+from ..request import Output
+from . import answers, spans
 from .bodies import EMBEDDING
 from .face import Service
 from .fields import Fields, read_body
@@ -50,11 +53,16 @@ async def embeddings(request: Request, service: Service) -> Any:
     more = request_options(fields)
     prompts = await read(engine, fields, "input")
     name = "embd-" + name_of(request, fields)
-    log_request(service.config.log, name, ONE_TOKEN, sum(len(prompt.ids) for prompt in prompts), fields.raw("input"))
+    count = sum(len(prompt.ids) for prompt in prompts)
+    log_request(service.config.log, name, ONE_TOKEN, count, fields.raw("input"))
+
+    def outputs(call: Call) -> AsyncGenerator[Output, None]:
+        facts = {"name": call.request_id, "model": model, "sampling": ONE_TOKEN}
+        return service.spans.watch(engine.outputs(call), request, spans.EMBEDDINGS, **facts)
 
     normalize = fields.flag("use_activation", True)
     jobs = [
-        embed(engine, prompt.ids, normalize=normalize, request_id=f"{name}-{number}", **more)
+        embed(SimpleNamespace(outputs=outputs), prompt.ids, normalize=normalize, request_id=f"{name}-{number}", **more)
         for number, prompt in enumerate(prompts)
     ]
     vectors, failure = None, None
@@ -67,7 +75,6 @@ async def embeddings(request: Request, service: Service) -> Any:
         tasks.cancel_scope.cancel()
     if vectors is None:
         raise failure or ClientDisconnect
-    count = sum(len(prompt.ids) for prompt in prompts)
     body = {
         "id": name,
         "object": "list",

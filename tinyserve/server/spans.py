@@ -28,8 +28,8 @@ from ..engine.thread import in_own_thread
 from ..errors import ConfigError
 from ..request import FinishReason, Output, SamplingParams, Usage
 
-CLOSE_SECONDS = 5.0  # for the last spans to leave
-CHAT, TEXT = "chat", "text_completion"  # operations, as the conventions call them
+CLOSE_SECONDS = 2.0  # for the last spans to leave
+CHAT, TEXT, EMBEDDINGS = "chat", "text_completion", "embeddings"  # operations, as the conventions call them
 _ASKED = ("temperature", "top_p", "max_tokens", "seed")
 _IF_SET = ("frequency_penalty", "presence_penalty", "top_k")  # 0 is off
 _PATH = "/v1/traces"
@@ -117,7 +117,7 @@ class NoSpans:
     ) -> AsyncGenerator[Output, None]:
         """The same outputs; a span is made of them as they pass.
 
-        Args: operation: CHAT or TEXT.   name: of the request.   model: its name in the API.   n: answers.
+        Args: operation: CHAT, TEXT or EMBEDDINGS.   name: of the request.   model: its name in the API.   n: answers.
         """
         return outputs
 
