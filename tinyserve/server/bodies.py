@@ -128,8 +128,8 @@ MESSAGES = Param(
     "The conversation. Content is a text or a list of parts of type text.",
 )  # fmt: skip
 TOOLS = [
-    Param("tools", objects("a list of tools"), "Functions that the model may call. strict: true holds their arguments to "
-          "the schema whenever a call is forced, and else for models that mark where a call begins."),
+    Param("tools", objects("a list of tools"), "Functions that the model may call. strict: true holds their arguments "
+          "to the schema whenever a call is forced, and else for models that mark where a call begins."),
     Param("tool_choice", either(text(), mapping(), expected="none, auto, required, or an object that names a function"),
           "none, auto, required, or {type: function, function: {name}}."),
     Param("parallel_tool_calls", flag(), "false keeps only the first call.", True),
