@@ -131,6 +131,19 @@ async def test_strict_holds_when_the_model_decides(tok):
     assert held.choices[0]["message"]["content"] == "Look: "
 
 
+@pytest.mark.anyio
+async def test_strict_holds_where_a_call_has_no_mark(tok):
+    """Llama 3 writes a bare object: one at the beginning is held to the schema, any other text is free."""
+    strict = {"type": "function", "function": {**F["function"], "strict": True}}
+    async with serve('{"name": "f", "parameters": {"city": 5}}', tok, tool_call_parser="llama3_json") as server:
+        held, _ = await server.both(CHAT, {**ASK, "tools": [strict]})
+    (call,) = held.choices[0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    async with serve('\n A set: {"name": 5}', tok, tool_call_parser="llama3_json") as server:
+        free, _ = await server.both(CHAT, {**ASK, "tools": [strict]})
+    assert free.text == '\n A set: {"name": 5}' and free.reason == "stop"
+
+
 TRIP = {
     "type": "object",
     "required": ["city", "days", "when", "tags"],

@@ -24,6 +24,7 @@ from .tool_parameters import parameters
 MAX_TOOLS = 512
 _STYLE = {"disable_any_whitespace": True, "disable_additional_properties": True}
 MAX_NAME = 256
+_NO_OBJECT = r"\s*([^{\s](.|\n)*)?"  # a text that does not begin like a JSON object
 Schema = Mapping[str, Any]
 
 
@@ -60,7 +61,7 @@ class ToolPlan:
             return StructuredOutputsParams(json=self.schemas[self.name], source="tools", **_STYLE)
         if self.forced:
             form = self._calls(written)
-        elif self.mode == "auto" and self.strict and written.trigger:
+        elif self.mode == "auto" and self.strict and (written.trigger or written.first):
             form = self._maybe_calls(written)
         else:
             return None
@@ -90,6 +91,8 @@ class ToolPlan:
 
     def _maybe_calls(self, written: Written) -> dict[str, Any]:
         """Free text; behind the mark of a call, the arguments are what the schema says."""
+        if not written.trigger:
+            return {"type": "or", "elements": [self._calls(written), {"type": "regex", "pattern": _NO_OBJECT}]}
         if written.begin:
             calls = {**self._calls(written), "elements": self._calls(written)["elements"][1:]}
             tags = [{"begin": written.begin, "content": calls, "end": ""}]

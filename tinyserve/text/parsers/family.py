@@ -56,6 +56,7 @@ class Written:
         before, after: around the arguments of each call.   begin, end: around all calls.   between: calls.
         parameter: around each parameter, where those are written one by one as text; NAME is its name then.
         trigger: the text that begins a call, where the model may also say something else; "" if none does.
+        first: without such a text: calls stand at the beginning of an answer, which is otherwise no JSON object.
         thought: what stands before and behind a thought, for formats in which a call ends the turn: there a grammar
             spans both, and there is one call at most.
     """
@@ -67,6 +68,7 @@ class Written:
     between: str = ""
     parameter: tuple[str, str] | None = None
     trigger: str = ""
+    first: bool = False
     thought: tuple[str, str] | None = None
 
     def call(self, name: str) -> str:

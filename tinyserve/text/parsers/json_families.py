@@ -64,7 +64,7 @@ FAMILIES = (
     Family(
         name="llama3_json",
         tools=("llama3_json", "llama3"),
-        written=Written(before=PARAMETERS, after="}", between="; "),
+        written=Written(before=PARAMETERS, after="}", between="; ", first=True),
         calls=bare(("<|python_tag|>",)),
         special=True,
         certain=(("<|start_header_id|>", '"parameters"', "ipython"), ("<|python_tag|>", '"parameters"')),
@@ -72,7 +72,7 @@ FAMILIES = (
     Family(
         name="llama4_json",
         tools=("llama4_json",),
-        written=Written(before=PARAMETERS, after="}", between="; "),
+        written=Written(before=PARAMETERS, after="}", between="; ", first=True),
         calls=bare(("<|python_start|>",), ("<|python_end|>",)),
         special=True,
     ),
