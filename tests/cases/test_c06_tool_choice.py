@@ -132,6 +132,17 @@ async def test_strict_holds_when_the_model_decides(tok):
 
 
 @pytest.mark.anyio
+async def test_a_forced_tool_may_have_any_parameters(tok):
+    """Without properties in its schema, what stands in a call of marks is the model's choice."""
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    anything = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    async with serve(text, tok, tool_call_parser="qwen3_coder") as server:
+        forced, _ = await server.both(CHAT, {**ASK, "tools": [anything], "tool_choice": "required"})
+    (call,) = forced.choices[0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+@pytest.mark.anyio
 async def test_strict_holds_where_a_call_has_no_mark(tok):
     """Llama 3 writes a bare object: one at the beginning is held to the schema, any other text is free."""
     strict = {"type": "function", "function": {**F["function"], "strict": True}}
@@ -172,8 +183,9 @@ async def test_strict_holds_where_parameters_are_text(tok, parser, monkeypatch):
         async with serve("So: " + form.calls([("trip", arguments)]), tok, tool_call_parser=parser) as server:
             held, _ = await server.both(CHAT, asked)
             forced, _ = await server.both(CHAT, {**asked, "tool_choice": "required", "parallel_tool_calls": False})
-            wrong = {**trip, "parameters": {**TRIP, "required": 5}}
-            await server.refused(CHAT, {**asked, "tools": [{"type": "function", "function": wrong}]})
+            for schema in ({**TRIP, "required": 5}, {"anyOf": [TRIP, CITY]}):
+                wrong = {"type": "function", "function": {**trip, "parameters": schema}}
+                await server.refused(CHAT, {**asked, "tools": [wrong]})
         message = held.choices[0]["message"]
         call, found = message["tool_calls"][0], json.loads(message["tool_calls"][0]["function"]["arguments"])
         assert call["function"]["name"] == "trip" and message["content"].startswith("So: ")

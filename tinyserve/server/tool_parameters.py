@@ -22,6 +22,7 @@ from ..text.parsers.family import Written
 
 _KEY = re.compile(r'[^<>"\n]+')
 _FREE = {"type": "any_text"}
+_ABOUT = ("title", "description", "$schema", "$id", "$comment", "additionalProperties")
 _SHARED = ("$defs", "definitions")  # what a property may refer to
 _ANYTHING = r"(.|\n)"
 _YEAR_DAY = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
@@ -39,13 +40,20 @@ _OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
 Schema = Mapping[str, Any]
 
 
-def parameters(schema: Schema, written: Written, name: str) -> dict[str, Any]:
+def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> dict[str, Any]:
     """The form of a call's arguments: its properties in order; those that are not required may be left out.
 
-    Args: written: its `parameter` has the marks.   name: of the tool, for messages.
+    Args:
+        written: its `parameter` has the marks.   name: of the tool, for messages.
+        strict: a schema without properties of its own is refused; else anything may stand there.
     Raises: RequestError: the schema asks for what cannot be written so.
     """
     try:
+        schema = _resolved(schema, schema)
+        if "properties" not in schema:
+            if strict and set(schema) - {"type", *_ABOUT}:
+                raise _not_enforced(name, "a schema without properties")
+            return _FREE
         shared = {key: schema[key] for key in _SHARED if key in schema}
         required = list(schema.get("required") or ())
         elements = []

@@ -105,7 +105,11 @@ class ToolPlan:
         if written.parameter is None:
             content = {"type": "json_schema", "json_schema": self.schemas[name] if held else {"type": "object"}}
         else:
-            content = parameters(self.schemas[name], written, name) if held else {"type": "any_text"}
+            content = (
+                parameters(self.schemas[name], written, name, strict=name in self.strict)
+                if held
+                else {"type": "any_text"}
+            )
         return {"begin": written.call(name), "content": content, "end": written.after}
 
 
