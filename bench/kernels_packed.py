@@ -18,7 +18,6 @@ from kernels_dense import COLD, MODELS, Role, difference, folded
 from torch.nn import functional as F
 
 from tinyserve.kernels.activation import gated_activation
-from tinyserve.kernels.norm import rms_norm
 from tinyserve.kernels.packed import Packed, packed_dense
 from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
 from tinyserve.kernels.packed_gemv import packed_gemv, packed_gemv_reference
@@ -78,19 +77,11 @@ def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterato
         return Case(kernel, shape, [lambda w=w: call(w) for w in weights], error=error, **given)
 
     if tokens == 1:
-        own = {"gate": gate, "residual": options["residual"]}
         yield case(
             "packed_gemv",
             lambda w: packed_gemv(x, w, **options),
             lambda: packed_gemv_reference(x, weights[0], **options),
         )
-        if format == "int4":
-            normed = (lambda: rms_norm(x, norm, 1e-6)) if role.norm else lambda: x
-            yield case(
-                "packed_gemm",
-                lambda w: packed_gemm(normed(), w, **own),
-                lambda: packed_gemv_reference(x, weights[0], **options),
-            )
         return
     own = {"gate": gate, "parts": role.residual}
     if format == "fp8":
@@ -128,7 +119,7 @@ def _many(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterat
 # Rows and columns of a tile, warps.
 GEMV_TILES = {
     "fp8": [(8, 512, 4), (8, 1024, 4), (4, 1024, 4), (4, 1024, 2)],
-    "int4": [(8, 1024, 2), (4, 1024, 1), (4, 2048, 2), (8, 2048, 4)],
+    "int4": [(4, 1024, 1), (2, 1024, 1), (8, 1024, 1), (8, 1024, 2), (4, 2048, 2)],
 }
 # Rows and columns of a tile, stages, warps.
 GEMM_TILES = {
@@ -145,14 +136,15 @@ def variants(case: Case) -> Iterator[dict]:
         for rows, columns, warps in GEMV_TILES[format]:
             rows = max(rows // (2 if role.gate else 1), 1)
             if role.inputs % columns == 0:
-                yield {"BLOCK_N": rows, "BLOCK_K": columns, "num_warps": warps}
+                for ahead in (0, 1) if format == "int4" else (0,):
+                    yield {"BLOCK_N": rows, "BLOCK_K": columns, "AHEAD": ahead, "num_warps": warps}
         return
     size = 1 if format == "fp8" else 2
     for rows, columns, stages, warps in GEMM_TILES[format]:
         if tokens == 64 and rows < 32:
             continue
         stage = (64 if tokens > 32 else 16) * columns * size + rows * (1 + role.gate) * columns * FORMATS[format] // 8
-        for splits in (2, 4) if role.residual and tokens > 1 else (1,):
+        for splits in (2, 4) if role.residual else (1,):
             if stage * stages <= 220_000 and role.inputs % (columns * splits) == 0:
                 yield {
                     "BLOCK_M": 64 if tokens > 32 else 16, "BLOCK_N": rows, "BLOCK_K": columns, "SPLITS": splits,

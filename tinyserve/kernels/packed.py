@@ -150,7 +150,17 @@ def single(
     else:
         shift: tl.constexpr = place * (16 // PER)
         mask: tl.constexpr = ((1 << (16 // PER)) - 1) << shift
-        inside = (code.to(tl.int32) & mask) | 0x4B000000
+        if NATIVE:  # one instruction, which the compiler makes two of
+            inside = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, $2, $3, 0xEA;",
+                "=r,r,r,r",
+                [code.to(tl.int32), tl.full([1], mask, tl.int32), tl.full([1], 0x4B000000, tl.int32)],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            inside = (code.to(tl.int32) & mask) | 0x4B000000
         return inside.to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE * (1 << shift))
 
 
@@ -159,48 +169,6 @@ def shrunk(x, place: tl.constexpr, PER: tl.constexpr):
     """x over the factor that `single` leaves in codes at this place."""
     factor: tl.constexpr = 2.0 ** (-(place * (16 // PER)))
     return x if PER == 1 else x * factor
-
-
-@triton.jit
-def four_above_one(code):
-    """The four codes of each word as the fractions of floats: 1 + code / 256, 1 + code / 16, and so twice.
-
-    Two words at a time, two instructions for a pair of codes and one more for each: nothing is subtracted, because the
-    ones and the zero points of a whole row meet the same x, so that they can be taken off in a sum.
-    """
-    low0, high0, low1, high1 = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 near, far, mask, low, one;
-        mov.b32 mask, 0x00780000;
-        mov.b32 low, 0x00078000;
-        mov.b32 one, 0x3F800000;
-        shl.b32 far, $8, 15;
-        lop3.b32 $0, far, low, one, 0xEA;
-        lop3.b32 $2, far, mask, one, 0xEA;
-        shl.b32 near, $8, 7;
-        lop3.b32 $4, near, low, one, 0xEA;
-        lop3.b32 $6, near, mask, one, 0xEA;
-        shr.u32 far, $8, 1;
-        lop3.b32 $1, far, low, one, 0xEA;
-        lop3.b32 $3, far, mask, one, 0xEA;
-        shr.u32 near, $8, 9;
-        lop3.b32 $5, near, low, one, 0xEA;
-        lop3.b32 $7, near, mask, one, 0xEA;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-        [code],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=2,
-    )
-    return (
-        low0.to(tl.float32, bitcast=True),
-        high0.to(tl.float32, bitcast=True),
-        low1.to(tl.float32, bitcast=True),
-        high1.to(tl.float32, bitcast=True),
-    )
 
 
 @triton.jit

@@ -46,7 +46,6 @@ def packed_gemm_reference(
     bias: torch.Tensor | None = None,
     *,
     gate: str | None = None,
-    residual: torch.Tensor | None = None,
     parts: bool = False,
 ) -> torch.Tensor:
     """The specification of `packed_gemm`, with its arguments; it never splits."""
@@ -54,8 +53,6 @@ def packed_gemm_reference(
     y = torch.nn.functional.linear(x.float(), dense, None if bias is None else bias.float())
     if gate is not None:
         y = gated_activation_reference(y, gate)
-    if residual is not None:
-        y = y + residual.float()
     return y[None] if parts else y.to(x.dtype)
 
 
@@ -189,7 +186,6 @@ def _packed_gemm_kernel(
     scales_ptr,  # [N, G] or [2 N, G]
     zeros_ptr,  # as scales; read if ZEROS
     bias_ptr,  # [N] or [2 N]; read if BIAS
-    residual_ptr,  # [M, N]; read if RESIDUAL
     out_ptr,  # [M, N]; [SPLITS, M, N] float32 if there are parts
     M,
     N,
@@ -199,7 +195,6 @@ def _packed_gemm_kernel(
     x_stride,  # elements between rows
     GATE: tl.constexpr,  # a kind of activation.py, "" for none
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     KIND: tl.constexpr,
     PER: tl.constexpr,
     TILE: tl.constexpr,
@@ -256,8 +251,6 @@ def _packed_gemm_kernel(
     if GATE != "":
         total = activate(total, GATE) * total_up
     inside = (token[None, :] < M) & (row[:, None] < N)
-    if RESIDUAL:
-        total += tl.load(residual_ptr + token[None, :].to(tl.int64) * N + row[:, None], mask=inside).to(tl.float32)
     place = out_ptr + (split.to(tl.int64) * M + token[None, :]) * N + row[:, None]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -268,7 +261,6 @@ def packed_gemm(
     bias: torch.Tensor | None = None,
     *,
     gate: str | None = None,
-    residual: torch.Tensor | None = None,
     parts: bool = False,
 ) -> torch.Tensor:
     """Multiply a few rows by a quantised matrix. Right for any number of rows, fast up to about 64.
@@ -278,8 +270,7 @@ def packed_gemm(
         weight: N rows; with `gate` 2 N, the gate's rows first.
         bias: one number per row of `weight`.
         gate: a kind of activation.py: the product's first half goes through it and is multiplied by the second.
-        residual: [M, N], added at the end.
-        parts: return the splits instead of their sum; not with `gate` or `residual`.
+        parts: return the splits instead of their sum; not with `gate`.
 
     Returns:
         [M, N] in x's type; with `parts` [P, M, N] float32 to be added up, P being what suits the device and the shape.
@@ -289,22 +280,20 @@ def packed_gemm(
     """
     check_rows("packed_gemm", x)
     check_packed("packed_gemm", x, weight, bias, gate)
-    if parts and (gate is not None or residual is not None):
-        raise ValueError("packed_gemm: a product with a gate or a residual has no parts")
+    if parts and gate is not None:
+        raise ValueError("packed_gemm: a gated product has no parts")
     if not use_kernel(x):
-        return packed_gemm_reference(x, weight, bias, gate=gate, residual=residual, parts=parts)
+        return packed_gemm_reference(x, weight, bias, gate=gate, parts=parts)
     tokens, rows = x.shape[0], weight.codes.shape[0] // (2 if gate else 1)
     options = _options(x, weight, rows, gate is not None, parts)
     shape = (options["SPLITS"], tokens, rows) if parts else (tokens, rows)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
-    if residual is not None and (residual.shape != out.shape or not residual.is_contiguous()):
-        raise ValueError(f"packed_gemm: residual must be {list(out.shape)}, contiguous, is {list(residual.shape)}")
     if tokens and rows:
-        _launch(x, weight, bias, residual, out, gate or "", options)
+        _launch(x, weight, bias, out, gate or "", options)
     return out
 
 
-def _launch(x, weight, bias, residual, out, gate, options) -> None:
+def _launch(x, weight, bias, out, gate, options) -> None:
     """One program for each strip of rows, split and tile of tokens. Unused pointers point at x and are not read."""
     (tokens, columns), rows = x.shape, out.shape[-1]
     _packed_gemm_kernel[(cdiv(rows, options["BLOCK_N"]), options["SPLITS"], cdiv(tokens, options["BLOCK_M"]))](
@@ -313,7 +302,6 @@ def _launch(x, weight, bias, residual, out, gate, options) -> None:
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         x if bias is None else bias,
-        x if residual is None else residual,
         out,
         tokens,
         rows,
@@ -323,7 +311,6 @@ def _launch(x, weight, bias, residual, out, gate, options) -> None:
         x.stride(0),
         GATE=gate,
         BIAS=bias is not None,
-        RESIDUAL=residual is not None,
         EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
         NATIVE=speaks_ptx(x),
         **weight.constants(),

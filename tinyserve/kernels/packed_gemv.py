@@ -4,12 +4,11 @@
     y = z + bias                       or, gated, act(first half of z + bias) * (second half of z + bias)
     out = y + residual
 
-As `gemv.py`, but W comes as codes (`packed.py`): a half or a quarter of the bytes, and so many more codes a second that
-arithmetic nearly takes as long as memory. A code of four bits costs half a shift, a mask and a product in float32, no
-more: it becomes the fraction of a float between 1 and 2, and the ones are taken off once for the sum of the x that
-meet a word, as zero points are. (Where a kernel may not hold PTX, words are masked where they lie, which leaves codes
-16, 256 and 4096 times too large; x is that much smaller instead.) Scales come in once for the codes of a word, which
-share a group.
+As `gemv.py`, but W comes as codes (`packed.py`): a half or a quarter of the bytes, and so many more codes a second
+that arithmetic takes longer than memory. Per code of four bits there is a mask, a subtraction and a product in float32,
+no more: a word is masked where it lies, which leaves its codes 16, 256 and 4096 times too large, and x is that much
+smaller instead. Scales come in once for the codes of a word (they share a group), and zero points once for the sum of
+the x that meet it.
 
 Nothing is rounded in between: x stays in its type, products and sums are float32.
 
@@ -23,7 +22,7 @@ import triton.language as tl
 from .activation import KINDS, activate, gated_activation_reference
 from .launch import cdiv, choose, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
 from .norm import rms_norm_reference
-from .packed import Packed, four_above_one, packed_dense_reference, shrunk, single
+from .packed import Packed, packed_dense_reference, shrunk, single
 
 
 def packed_gemv_reference(
@@ -49,10 +48,18 @@ def packed_gemv_reference(
 
 
 @triton.jit
-def _words(codes_ptr, read, element, row_elements, EVEN: tl.constexpr):
-    """Elements [rows, tiles, lanes] of the codes."""
-    place = codes_ptr + read[:, None, None].to(tl.int64) * row_elements + element[None, :, :]
-    return tl.load(place) if EVEN else tl.load(place, mask=(element < row_elements)[None, :, :], other=0)
+def _words(codes_ptr, read, element, row_elements, more, TILES: tl.constexpr, EVEN: tl.constexpr):
+    """Elements [rows, tiles, lanes] of the codes; nothing is read if there are no more.
+
+    Loaded as rows, so that the threads of a warp stand along one, as they do when x is loaded: with one warp to a
+    program nothing has to change hands.
+    """
+    place = codes_ptr + read[:, None].to(tl.int64) * row_elements + element[None, :]
+    if EVEN:
+        words = tl.load(place, mask=((element >= 0) & more)[None, :])
+    else:
+        words = tl.load(place, mask=((element < row_elements) & more)[None, :], other=0)
+    return tl.reshape(words, [words.shape[0], TILES, words.shape[1] // TILES])
 
 
 @triton.jit
@@ -71,42 +78,6 @@ def _group_values(ptr, read, tile, G, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """Values [rows, tiles, 1] of the group that each tile lies in."""
     group = tile * 0 if WIDTH == 0 else tl.minimum(tile * TILE // max(WIDTH, 1), G - 1)
     return tl.load(ptr + read[:, None].to(tl.int64) * G + group[None, :]).to(tl.float32)[:, :, None]
-
-
-@triton.jit
-def _quick(
-    words,  # [rows, tiles, lanes], four codes each
-    words_up,  # the same of the second half; read if GATED
-    start,
-    column,
-    x_ptr,
-    norm_ptr,
-    K,
-    offset,
-    GATED: tl.constexpr,
-    NORM: tl.constexpr,
-    TILE: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Sums over the places of words of (code - MIDDLE) * x, for both halves; sums of x, and of its squares."""
-    LANES: tl.constexpr = TILE // 4
-    x0, square0 = _vector(x_ptr, norm_ptr, start + column, K, offset, NORM, EVEN)
-    x1, square1 = _vector(x_ptr, norm_ptr, start + column + LANES, K, offset, NORM, EVEN)
-    x2, square2 = _vector(x_ptr, norm_ptr, start + column + 2 * LANES, K, offset, NORM, EVEN)
-    x3, square3 = _vector(x_ptr, norm_ptr, start + column + 3 * LANES, K, offset, NORM, EVEN)
-    # Codes come as 1 + code / 256 and 1 + code / 16; x is that much larger, and the ones are taken off in the end.
-    sums = x0 + x1 + x2 + x3
-    x0, x1, x2, x3 = 256.0 * x0, 16.0 * x1, 256.0 * x2, 16.0 * x3
-    off = (x0 + x1 + x2 + x3 + MIDDLE * sums)[None, :, :]
-    x0, x1, x2, x3 = x0[None, :, :], x1[None, :, :], x2[None, :, :], x3[None, :, :]
-    w0, w1, w2, w3 = four_above_one(words)
-    part = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 - off
-    part_up = part
-    if GATED:
-        w0, w1, w2, w3 = four_above_one(words_up)
-        part_up = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 - off
-    return part, part_up, sums, square0 + square1 + square2 + square3
 
 
 @triton.jit
@@ -142,23 +113,16 @@ def _step(
     WHOLE: tl.constexpr = WIDTH == 0 and not ZEROS  # scales and zero points are left to the end
     part = total if WHOLE else tl.zeros(words.shape, tl.float32)
     part_up = total_up if WHOLE else part
-    if NATIVE and PER == 4:
-        added, added_up, sums, squares = _quick(
-            words, words_up, start, column, x_ptr, norm_ptr, K, offset, GATED, NORM, TILE, MIDDLE, EVEN
-        )
-        part += added
-        part_up += added_up
-    else:
-        squares = tl.zeros(column.shape, tl.float32)
-        sums = squares  # of the x that meet a word
-        for place in tl.static_range(PER):
-            x, square = _vector(x_ptr, norm_ptr, start + column + place * (TILE // PER), K, offset, NORM, EVEN)
-            squares += square
-            sums += x
-            small = shrunk(x, place, PER)[None, :, :]
-            part += single(words, place, KIND, PER, MIDDLE, NATIVE) * small
-            if GATED:
-                part_up += single(words_up, place, KIND, PER, MIDDLE, NATIVE) * small
+    squares = tl.zeros(column.shape, tl.float32)
+    sums = squares  # of the x that meet a word
+    for place in tl.static_range(PER):
+        x, square = _vector(x_ptr, norm_ptr, start + column + place * (TILE // PER), K, offset, NORM, EVEN)
+        squares += square
+        sums += x
+        small = shrunk(x, place, PER)[None, :, :]
+        part += single(words, place, KIND, PER, MIDDLE, NATIVE) * small
+        if GATED:
+            part_up += single(words_up, place, KIND, PER, MIDDLE, NATIVE) * small
     here = start // TILE + tile
     if ZEROS:
         part -= _group_values(zeros_ptr, read, here, G, TILE, WIDTH) * sums[None, :, :]
@@ -204,6 +168,7 @@ def _packed_gemv_kernel(
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,  # rows a program
     BLOCK_K: tl.constexpr,  # columns a step; a multiple of TILE
+    AHEAD: tl.constexpr,  # ask for a step's words before the arithmetic of the one in front, not after it
     LATE: tl.constexpr,  # hold the next kernel back until the loop is through
     PDL: tl.constexpr,
 ):
@@ -212,29 +177,39 @@ def _packed_gemv_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(row, N - 1)  # rows past the end read the last one again, and are not stored
     tile, lane = tl.arange(0, BLOCK_K // TILE), tl.arange(0, TILE // PER)
-    element = tile[:, None] * (TILE // PER) + lane[None, :]
+    element = tl.arange(0, BLOCK_K // PER)
     column = tile[:, None] * TILE + lane[None, :]
-    words = _words(codes_ptr, read, element, row_elements, EVEN)
+    words = _words(codes_ptr, read, element, row_elements, True, BLOCK_K // TILE, EVEN)
     words_up = words
     if GATE != "":
-        words_up = _words(codes_ptr, read + N, element, row_elements, EVEN)
+        words_up = _words(codes_ptr, read + N, element, row_elements, True, BLOCK_K // TILE, EVEN)
     wait_inputs(PDL)
 
     total = tl.zeros(words.shape, tl.float32)
-    total, total_up, squares = _step(
-        total, total, words, words_up, 0, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G, offset,
-        GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
-    )  # fmt: skip
-    for start in range(BLOCK_K, K, BLOCK_K):
-        words = _words(codes_ptr, read, start // PER + element, row_elements, EVEN)
-        words_up = words
+    total_up = total
+    squares = tl.zeros(column.shape, tl.float32)
+    if (
+        not AHEAD
+    ):  # the first step by itself, so that codes of a byte need not be carried around, which takes them apart
+        total, total_up, squares = _step(
+            total, total_up, words, words_up, 0, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G,
+            offset, GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
+        )  # fmt: skip
+    for start in range(0 if AHEAD else BLOCK_K, K, BLOCK_K):
+        next_step = start + BLOCK_K if AHEAD else start
+        later, more = next_step // PER + element, next_step < K if AHEAD else True
+        ahead = _words(codes_ptr, read, later, row_elements, more, BLOCK_K // TILE, EVEN)
+        ahead_up = ahead
         if GATE != "":
-            words_up = _words(codes_ptr, read + N, start // PER + element, row_elements, EVEN)
+            ahead_up = _words(codes_ptr, read + N, later, row_elements, more, BLOCK_K // TILE, EVEN)
         total, total_up, square = _step(
-            total, total_up, words, words_up, start, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K,
-            G, offset, GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
+            total, total_up, words if AHEAD else ahead, words_up if AHEAD else ahead_up, start, column, tile, read, N,
+            x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G, offset, GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE,
+            ZEROS, NATIVE, EVEN,
         )  # fmt: skip
         squares += square
+        if AHEAD:
+            words, words_up = ahead, ahead_up
     if LATE:
         start_next(PDL)
 
@@ -336,12 +311,10 @@ def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
 
 
 def _formula(weight: Packed, gated: bool) -> dict[str, int]:
-    """2048 bytes of codes a tile of bytes, 4096 of words; half as many rows if there are two."""
-    longest = 1024
-    block = min((longest, 512, 256), key=lambda size: (cdiv(weight.columns, size) * size, -size))
-    elements = 2048 if weight.each == 1 else 2048 // (1 + gated)
-    rows = max(elements * weight.each // block, 1)
-    return {"BLOCK_N": rows // (1 + gated) if weight.each == 1 else rows, "BLOCK_K": block, "num_warps": 2}
+    """2048 codes of a byte for two warps, 4096 smaller ones for one warp; half as many rows if there are two halves."""
+    block = min((1024, 512, 256), key=lambda size: (cdiv(weight.columns, size) * size, -size))
+    rows = max((2048 if weight.each == 1 else 4096) // block // (1 + gated), 1)
+    return {"BLOCK_N": rows, "BLOCK_K": block, "AHEAD": 0, "num_warps": 2 if weight.each == 1 else 1}
 
 
 def check_packed(name: str, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, gate: str | None) -> None:

@@ -163,6 +163,12 @@ class Grouped:
             return f"{self.scheme.name} has no kernel of its own, the general one serves it"
         if not tuned_rows(facts(layer.codes.device).name).get("packed_gemv"):
             return "no tiles were measured on this device"
+        if layer.packed.width % 128:
+            return f"{self.scheme.name} is scaled number by number for 2 to {MOST_ROWS} rows"
+        if layer.packed.zeros is not None or layer.order is not None:
+            return "zero points that differ and columns out of order cost 2 to 64 rows a way through shared memory"
+        if layer.packed.kind == "e4m3" and self.scheme.inputs is None:
+            return "fp8 codes are made 16 bits for 2 to 64 rows, as activations are not to be rounded"
         return ""
 
     def product(
@@ -177,21 +183,18 @@ class Grouped:
     ) -> Tensor:
         """The product on a GPU, with what stands around it; arguments as of plain.py."""
         tokens, packed = x.shape[0], layer.packed
-        narrow = packed is not None and tokens == 1
-        vector = narrow and not wants_tiles(x, layer, gate is not None)
-        if vector and layer.order is None:
+        if packed is not None and tokens == 1 and layer.order is None:
             weight, eps, offset = norm or (None, 0.0, 0.0)
             given = {"norm": weight, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
             return packed_gemv(x, packed, layer.bias, **given)
         if norm is not None:
             x = rms_norm(x, norm[0], norm[1], offset=norm[2])
-        if narrow:
-            x = x if layer.order is None else x[:, layer.order]
-            return (packed_gemv if vector else packed_gemm)(x, packed, layer.bias, gate=gate, residual=residual)
         if packed is None:
             y = self._product(x, layer)
         else:
             x = x if layer.order is None else x[:, layer.order]
+            if tokens == 1:
+                return packed_gemv(x, packed, layer.bias, gate=gate, residual=residual)
             if tokens <= most_rows(x, layer):
                 y, gate = self._few(x, layer, gate, parts and residual is None), None
             else:
@@ -253,12 +256,6 @@ def most_rows(x: Tensor, layer: Fused) -> int:
     shape = {"inputs": layer.inputs, "outputs": layer.outputs, "bits": 8 * layer.codes.element_size()}
     shape["bits"] = layer.packed.bits if layer.packed is not None else shape["bits"]
     return choose("grouped_product", x, {"GROUPED_ROWS": MOST_ROWS}, **shape)["GROUPED_ROWS"]
-
-
-def wants_tiles(x: Tensor, layer: Fused, gated: bool) -> bool:
-    """Whether one row too is multiplied on matrix units: where decoding takes longer than reading."""
-    shape = {"inputs": layer.inputs, "outputs": layer.outputs // (1 + gated), "gated": int(gated)}
-    return bool(choose("packed_one", x, {"TILES": 0}, bits=layer.packed.bits, **shape)["TILES"])
 
 
 def scaled_product(codes: Tensor, scales: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
