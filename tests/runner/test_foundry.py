@@ -1,13 +1,18 @@
 """runner/foundry.py: kernels compiled by other processes, and what happens when these fail."""
 
+import os
+
 import pytest
 import torch
 import triton
+from attrs import evolve
 from triton.runtime import driver
 
 from tests.kernels.harness import TARGETS, CompileDriver, replaced
 from tests.kernels.test_launch import _fill_kernel
 from tinyserve.kernels import launch
+from tinyserve.runner import expected
+from tinyserve.runner import foundry as foundry_module
 from tinyserve.runner.foundry import Foundry, NoFoundry
 
 pytestmark = pytest.mark.skipif(launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
@@ -52,6 +57,35 @@ def test_what_a_foundry_has_compiled_is_read_from_the_cache(named):
     assert [name for name, _ in made] == ["_fill_kernel"] * 4
     assert set(named) < set(done)
     assert compiled_here(named) == 0
+
+
+def test_what_is_expected_is_compiled_before_it_is_asked_for(named, tmp_path, monkeypatch):
+    """A driver's tool tells of an H200: both kernels that draw a token are there, and no job was needed for them."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA H200, 9.0\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(foundry_module, "expected", lambda *_: [("sample", 1000, "bfloat16", False)])
+    facts = evolve(launch.facts(torch.device("cpu")), name="NVIDIA H200", backend="cuda", overlaps=True)
+    with replaced(launch, facts=lambda device: facts):
+        variants = expected.named("sample", 1000, "bfloat16", False)
+    foundry = Foundry(1)
+    try:
+        foundry.expect({}, "auto")
+        foundry.add(named[0])  # by the same process, so afterwards
+        foundry.wait(lambda variant: None)
+        done = []
+        for variant in variants:
+            foundry.add(variant)
+        made = foundry.wait(done.append)
+    finally:
+        foundry.close()
+
+    assert [name for name, _ in made].count("expected sample") == 1 and len(made) == 2
+    assert set(variants) == set(done) - {named[0]}
+    assert compiled_here(variants) == 0
+    for variant in variants:
+        variant.kernel.device_caches.clear()
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])

@@ -21,6 +21,7 @@ from tinyserve.kernels import launch
 from tinyserve.kv.groups import group_layers
 from tinyserve.kv.storage import allocate
 from tinyserve.models.registry import load_model
+from tinyserve.runner.expected import expected, named
 from tinyserve.runner.graphs import Eager, Wanted
 from tinyserve.runner.runner import Limits, Runner
 from tinyserve.runner.warmup import _all_kinds, every_step, rehearse
@@ -141,3 +142,21 @@ def test_layers_that_are_alike_name_nothing_new(h200, tmp_path):
     runner.close()
 
     assert {variant.data for variant in few} == {variant.data for variant in every}
+
+
+def test_what_is_expected_of_a_config_is_what_its_model_needs(h200, tmp_path):
+    """How tokens are drawn, in 2 types with and without filters, and the largest logits: 12 variants, all needed."""
+    runner = make(tmp_path, "qwen3", Eager(), torch_dtype="bfloat16")
+    with launch.noting() as needed:
+        every_step(runner)
+    runner.close()
+
+    jobs = expected({"vocab_size": 5003, "torch_dtype": "bfloat16"}, "auto")
+    found = [variant for job in jobs for variant in named(*job)]
+    assert len({variant.data for variant in found}) == 12
+    assert {variant.data for variant in found} <= {variant.data for variant in needed}
+
+
+def test_nothing_is_expected_of_a_config_that_does_not_say():
+    assert expected({}, "auto") == expected({"vocab_size": 10, "dtype": "int7"}, "auto") == []
+    assert expected({"vocab_size": 10}, "float16")[0] == ("sample", 10, "float16", True)

@@ -10,6 +10,7 @@ Before: parts.py, runner/memory.py.  After: engine.py, whose loop drives the mac
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, define
 
 from ..config import CacheOptions, EngineConfig, usable_cores
+from ..errors import TinyserveError
 from .parts import Parts, Phases
 
 if TYPE_CHECKING:
@@ -69,17 +71,23 @@ class Machine:
 
 
 def open_foundry(config: EngineConfig) -> Compilers:
-    """Processes that compile kernels, begun before it is known which: what they import takes as long as here.
+    """Processes that compile kernels, begun before torch is imported, with what the model's config lets expect.
 
     Returns: NoFoundry where there is no GPU that Triton compiles for, or no cores to spare.
     """
+    from ..checkpoint.source import resolve
     from ..runner.foundry import Foundry, NoFoundry
 
     cores = usable_cores()
     found = [backend for file, backend in DEVICE_FILES.items() if Path(file).exists()]
     if config.model.device == "cpu" or not found or cores < FEWEST_CORES:
         return NoFoundry()
-    return Foundry(max(cores * 2 // 3, 1), found[0])  # two of three: cores are threads of fewer, and one kernel is long
+    foundry = Foundry(cores - 1, found[0])
+    with contextlib.suppress(TinyserveError, OSError, ValueError):  # not there yet, or no good: said when it is loaded
+        where = {"revision": config.model.revision, "cache_dir": config.load.download_dir}
+        source = resolve(config.model.model, **where, load_format=config.load.load_format, offline=True, progress=False)
+        foundry.expect({**source.config(), **config.model.hf_overrides}, config.model.dtype)
+    return foundry
 
 
 def assemble(config: EngineConfig, parts: Parts, phases: Phases, foundry: Compilers | None = None) -> Machine:

@@ -98,7 +98,7 @@ class Engine:
         phases = Phases()
         try:
             if machine is None:
-                with contextlib.closing(open_foundry(config)) as foundry:
+                with contextlib.closing(await in_own_thread("foundry", open_foundry, config)) as foundry:
                     if parts is None:
                         parts = await in_own_thread("load", load_parts, config, phases)
                     machine = await in_own_thread("assemble", assemble, config, parts, phases, foundry)

@@ -80,6 +80,9 @@ class Variant:
     kernel: Any
     data: str
 
+    def __attrs_post_init__(self) -> None:
+        settle_key(self.kernel)
+
 
 @contextlib.contextmanager
 def noting(tell: Callable[[Variant], None] | None = None) -> Iterator[list[Variant]]:
@@ -99,7 +102,6 @@ def noting(tell: Callable[[Variant], None] | None = None) -> Iterator[list[Varia
         if threading.get_ident() != mine:  # another engine of this process
             return bool(before and before(**launch))
         kernel, asked = launch["fn"].jit_function, launch["compile"]
-        settle_key(kernel)
         found.append(Variant(kernel, asked["specialization_data"]))
         if tell is not None:
             tell(found[-1])

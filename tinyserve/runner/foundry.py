@@ -4,6 +4,7 @@ Half of a compilation is Python and holds the interpreter, so threads that compi
 11 s for what is 2 s of work for 16 processes (Qwen3-0.6B on an H200).
 
     this process                      foundry: imports once          its forks, one a core
+    expect(config) ---- socket -----------------------------------> what every model needs (expected.py)
     add(variant) ------ socket ------ fork, fork, fork, ... ------>  compile, build the launcher
     wait()       <-------------------------------------------------  "done", and all of it is in Triton's cache on disk
 
@@ -32,10 +33,13 @@ import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from attrs import define, field
+
 from ..config import environment
+from .expected import Guess, expected, guess, named
 
 if TYPE_CHECKING:
     from ..kernels.launch import Variant
@@ -47,7 +51,11 @@ BACKENDS = {"cuda": "nvidia", "hip": "amd"}  # how Triton calls a device, and th
 
 
 class Compilers(Protocol):
-    """What the warm-up asks of a foundry."""
+    """What a start asks of a foundry."""
+
+    def expect(self, config: Mapping[str, Any], dtype: str) -> None:
+        """Begin with what a model of this config will need whatever else it needs. dtype: as the user says."""
+        ...
 
     def add(self, variant: Variant) -> None:
         """Have a variant compiled; returns at once."""
@@ -56,7 +64,7 @@ class Compilers(Protocol):
     def wait(self, done: Callable[[Variant], None]) -> list[tuple[str, float]]:
         """Wait until all that was added is done, and tell of each that is; more may be added afterwards.
 
-        Returns: the name and seconds of each, the longest first.
+        Returns: the name and seconds of each job, the longest first.
         """
         ...
 
@@ -68,6 +76,9 @@ class Compilers(Protocol):
 class NoFoundry:
     """Leaves everything to the threads of this process."""
 
+    def expect(self, config: Mapping[str, Any], dtype: str) -> None:
+        """Nothing."""
+
     def add(self, variant: Variant) -> None:
         """Nothing."""
 
@@ -77,6 +88,15 @@ class NoFoundry:
 
     def close(self) -> None:
         """There are no processes."""
+
+
+@define
+class _Job:
+    """What one worker does. variants: that this process waits for; seconds: it took, None while it has not ended."""
+
+    name: str
+    variants: list[Variant] = field(factory=list)
+    seconds: float | None = None
 
 
 class Foundry:
@@ -91,9 +111,10 @@ class Foundry:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.setblocking(False)
         self._waiting: deque[bytes] = deque()  # what the socket does not take yet
-        self._added: list[Variant] = []
-        self._left: set[int] = set()
+        self._jobs: list[_Job] = []
+        self._named: dict[tuple[str, ...], _Job] = {}  # what is expected, by its description
         self._dead = 0
+        self._gone = False
         call = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve"
         with theirs:
             command = [sys.executable, "-c", f"{call}; serve({theirs.fileno()}, {workers}, {backend!r})"]
@@ -102,35 +123,43 @@ class Foundry:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
 
+    def expect(self, config: Mapping[str, Any], dtype: str) -> None:
+        """Begin with what a model of this config will need whatever else it needs. dtype: as the user says."""
+        for what, *rest in expected(config, dtype):
+            self._give(_Job(f"expected {what}"), "expected", what, *rest)
+
     def add(self, variant: Variant) -> None:
         """Have a variant compiled for the device of this thread; returns at once."""
         from triton.runtime import driver
 
-        target = driver.active.get_current_target()
-        number, function = len(self._added), variant.kernel.fn
-        self._added.append(variant)
-        self._left.add(number)
-        job = [number, function.__module__, function.__name__, variant.data]
-        self._waiting.append(json.dumps([*job, target.backend, target.arch, target.warp_size]).encode())
-        self._send()
+        self._receive()
+        description = described(variant)
+        job = self._named.get(description)
+        if job is None:
+            target = driver.active.get_current_target()
+            job = _Job(variant.kernel.fn.__name__)
+            self._give(job, "variant", *description, target.backend, target.arch, target.warp_size)
+        job.variants.append(variant)
 
     def wait(self, done: Callable[[Variant], None]) -> list[tuple[str, float]]:
         """Wait until all that was added is done, and tell of each that is; see Compilers."""
-        made = []
-        while len(self._left) > self._dead:  # a process that died had at most one
-            self._send()
-            readable, _, _ = select.select([self._link], [self._link] if self._waiting else [], [])
-            if not readable:
-                continue
-            try:
-                found = self._receive()
-            except EOFError:
+        told: set[int] = set()
+        while True:
+            wanted = [job for job in self._jobs if job.variants]
+            for job in wanted:
+                if job.seconds is not None and id(job) not in told:
+                    told.add(id(job))
+                    for variant in job.variants:
+                        done(variant)
+            left = sum(job.seconds is None for job in wanted)
+            if self._gone or left <= self._dead:  # a process that died had at most one
                 break
-            if found is not None:
-                made.append((found[0].kernel.fn.__name__, found[1]))
-                done(found[0])
-        if self._left:
-            _log.warning("%d kernels were not compiled ahead; this process compiles them", len(self._left))
+            self._send()
+            select.select([self._link], [self._link] if self._waiting else [], [])
+            self._receive()
+        if left:
+            _log.warning("%d kernels were not compiled ahead; this process compiles them", left)
+        made = [(job.name, job.seconds) for job in wanted if job.seconds is not None]
         return sorted(made, key=lambda one: -one[1])
 
     def close(self) -> None:
@@ -139,31 +168,44 @@ class Foundry:
         self._process.terminate()
         self._process.wait()
 
+    def _give(self, job: _Job, *message: Any) -> None:
+        self._waiting.append(json.dumps([len(self._jobs), *message]).encode())
+        self._jobs.append(job)
+        self._send()
+
     def _send(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # no room now; or nobody is there, which `wait` will notice
+        with contextlib.suppress(BlockingIOError, OSError):  # no room now; or nobody is there, which `_receive` notices
             while self._waiting:
                 self._link.send(self._waiting[0])
                 self._waiting.popleft()
 
-    def _receive(self) -> tuple[Variant, float] | None:
-        """Take a message: a variant and its seconds, or None. Raises: EOFError: nobody is there any more."""
-        try:
-            message = self._link.recv(LONGEST)
-        except BlockingIOError:
-            return None
-        except OSError:
-            message = b""
-        if not message:
-            raise EOFError
-        number, seconds, error = json.loads(message)
-        if number is None:
-            self._dead += 1
-            return None
-        variant = self._added[number]
-        self._left.discard(number)
-        if error:
-            _log.debug("%s: %s", variant.kernel.fn.__name__, error)
-        return variant, seconds
+    def _receive(self) -> None:
+        """Take in what has come."""
+        while not self._gone:
+            try:
+                message = self._link.recv(LONGEST)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if not message:
+                self._gone = True
+                return
+            number, seconds, text = json.loads(message)
+            if number is None:
+                self._dead += 1
+            elif seconds is None:
+                self._named |= {tuple(description): self._jobs[number] for description in text}
+            else:
+                self._jobs[number].seconds = seconds
+                if text:
+                    _log.debug("%s: %s", self._jobs[number].name, text)
+
+
+def described(variant: Variant) -> tuple[str, str, str]:
+    """Where the kernel of a variant is defined, its name, and Triton's description: all that another process needs."""
+    function = variant.kernel.fn
+    return function.__module__, function.__name__, variant.data
 
 
 class StandIn:
@@ -187,12 +229,17 @@ class StandIn:
 
 
 class Unused(types.ModuleType):
-    """Stands for torch where kernels are compiled and never launched: whatever is asked of it is itself."""
+    """Stands for torch, and what is in it, where kernels are compiled and never launched."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self
+        found = Unused(f"{self.__name__}.{name}")
+        setattr(self, name, found)
+        return found
+
+    def __str__(self) -> str:
+        return self.__name__  # Triton reads a type from its name
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return self
@@ -205,24 +252,32 @@ def serve(link_number: int, workers: int, backend: str) -> None:
     link = socket.socket(fileno=link_number)
     if backend == "cuda":  # Triton's code for AMD does ask torch
         sys.modules["torch"] = Unused("torch")
-    cache = importlib.import_module("triton.runtime.cache")
+    from triton.runtime import cache, jit
+
     drivers: list[Any] = []
-    threads = [threading.Thread(target=_build_driver, args=(backend, drivers))]  # a C compiler works for half a second
+    gpus: list[Guess | None] = []
+    threads = [
+        threading.Thread(target=_build_driver, args=(backend, drivers)),  # a C compiler works for half a second
+        threading.Thread(target=lambda: gpus.append(guess() if backend == "cuda" else None)),
+    ]
     if hasattr(cache, "triton_key"):
         threads.append(threading.Thread(target=cache.triton_key))  # hashes 400 MB, once for all workers
     for thread in threads:
         thread.start()
     from .. import kernels
+    from ..kernels.launch import settle_key
 
     for found in pkgutil.iter_modules(kernels.__path__):
-        importlib.import_module(f"{kernels.__name__}.{found.name}")
+        for kernel in vars(importlib.import_module(f"{kernels.__name__}.{found.name}")).values():
+            if isinstance(kernel, jit.JITFunction):
+                settle_key(kernel)  # what every worker would do, and nothing else is to be done yet
     for thread in threads:
         thread.join()
     gc.freeze()
     for _ in range(workers):
         if not os.fork():
             try:
-                _work(link, drivers[0] if drivers else None)
+                _work(link, drivers[0] if drivers else None, gpus[0])
             finally:
                 os._exit(0)
     with contextlib.suppress(ChildProcessError, OSError):
@@ -237,29 +292,60 @@ def _build_driver(backend: str, found: list[Any]) -> None:
         found.append(importlib.import_module("triton.backends").backends[BACKENDS[backend]].driver())
 
 
-def _work(link: socket.socket, real: Any) -> None:
-    """A worker: compile what comes until there is nobody left to send."""
+def _work(link: socket.socket, real: Any, gpu: Guess | None) -> None:
+    """A worker: do what comes until there is nobody left to send."""
+
+    def tell(*message: Any) -> None:
+        link.send(json.dumps(message).encode())
+
     while message := link.recv(LONGEST):
         began = time.perf_counter()
-        number, *job = json.loads(message)
+        number, kind, *job = json.loads(message)
+        error = ""
         try:
-            _compile(*job, real)
-            error = ""
+            if kind == "variant":
+                _compile(*job, real)
+            elif gpu is not None:
+                found = _expect(gpu, real, *job)
+                tell(number, None, [described(variant) for variant in found])
+                for variant in found:
+                    _finish(variant.kernel, variant.data, real)
         except Exception as problem:
             error = repr(problem)[:1000]
-        link.send(json.dumps([number, time.perf_counter() - began, error]).encode())
+        tell(number, time.perf_counter() - began, error)
 
 
 def _compile(module: str, name: str, data: str, backend: str, arch: Any, lanes: int, real: Any) -> None:
-    """Compile one variant into the cache on disk, and build its launcher where Triton has one for every signature."""
+    """Compile one variant into the cache on disk."""
+    _stand_in(backend, arch, lanes, real)
+    _finish(getattr(importlib.import_module(module), name), data, real)
+
+
+def _expect(gpu: Guess, real: Any, what: str, vocabulary: int, dtype: str, switch: bool) -> list[Variant]:
+    """Name what is expected on the GPU that is most likely there."""
+    from ..kernels import launch
+
+    _stand_in("cuda", gpu.arch, 32, real)
+    facts = launch.DeviceFacts(gpu.name, "cuda", launch.SAFE_SHARED, 1, overlaps=gpu.arch >= 90)
+    launch.facts = lambda device: facts
+    return named(what, vocabulary, dtype, switch)
+
+
+def _stand_in(backend: str, arch: Any, lanes: int, real: Any) -> None:
+    """Tell Triton what to compile for, in place of a driver."""
     from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    if not isinstance(driver._active, StandIn):
+        driver.set_active(StandIn(GPUTarget(backend, arch, lanes), real))
+
+
+def _finish(kernel: Any, data: str, real: Any) -> None:
+    """Compile a variant, and build its launcher where Triton has one for every signature."""
     from triton.runtime import driver
 
     from ..kernels.launch import settle_key
 
-    if not isinstance(driver._active, StandIn):
-        driver.set_active(StandIn(GPUTarget(backend, arch, lanes), real))
-    kernel = getattr(importlib.import_module(module), name)
     settle_key(kernel)
     compiled = kernel.preload(data)
     if real is not None:
