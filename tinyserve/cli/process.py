@@ -11,8 +11,9 @@ import resource
 
 SWITCH_INTERVAL = 5e-4  # seconds that a busy thread may keep the interpreter from the loop; Python's own 5e-3 is felt
 # objects: Python's own 700 cost a tenth of the time that serving a token takes. Of 5 times 5000, as many as a burst of
-# clients leaves alive, one look takes 10 ms; all that a thousand streams hold takes 0.3 s, so that is seldom.
-COLLECT_AFTER = 5_000, 5, 200
+# clients leaves alive, one look takes 10 ms. All that a thousand streams hold takes 0.3 s, which is seldom, but not so
+# seldom that what requests leave behind (2 KB each) would take longer than that.
+COLLECT_AFTER = 5_000, 5, 50
 
 
 def allow_files() -> None:

@@ -144,7 +144,7 @@ class Front:
             return
         scope["tinyserve.arrival"] = time.time_ns()
         scope["app"] = self  # makes the router raise its 404 and 405 instead of writing them as plain text
-        state = scope["tinyserve.answering"] = _Answering(send, [*self._request_id(scope), *self._load(scope)])
+        state = _Answering(send, [*self._request_id(scope), *self._load(scope)])
         counted = _path(scope).startswith(_ANSWERED)
         self._service.inflight += counted
         body = _Receiving(receive, self._service)
@@ -201,15 +201,16 @@ class Guard:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        state = _Answering(send, [])
         try:
             self._check(scope)
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, state.send)
         except ClientDisconnect:
             return
         except Exception as error:
             failure = _of_router(error, scope) if isinstance(error, HTTPException) else describe(error)
-            if scope["tinyserve.answering"].status is None:
-                await answer_to(scope, failure)(scope, receive, send)
+            if state.status is None:
+                await answer_to(scope, failure)(scope, receive, state.send)
 
     def _check(self, scope: Any) -> None:
         headers = scope["headers"]
