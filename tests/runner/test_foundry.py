@@ -1,6 +1,7 @@
 """runner/foundry.py: kernels compiled by other processes, and what happens when these fail."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -103,6 +104,24 @@ def test_without_its_processes_a_start_goes_on(named, dies, caplog):
 
     assert "3 kernels were not compiled ahead" in caplog.text
     assert compiled_here(named) == 3
+
+
+def test_closing_ends_every_process(named):
+    """Workers that wait, one that compiles, and the one that forked them: the group is gone within 5 s."""
+    foundry = Foundry(3)
+    for variant in named[:2]:
+        foundry.add(variant)
+    foundry.wait(lambda variant: None)
+    foundry.add(named[2])
+    foundry.close()
+
+    for _ in range(500):
+        try:
+            os.killpg(foundry._process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    pytest.fail("processes are left")
 
 
 def test_no_foundry_leaves_everything_to_others(named):

@@ -27,7 +27,6 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..layers.linear import Linear
-from ..layers.moe import ExpertLinear
 from ..quant.codes import Scheme
 from ..quant.cpu import is_exact
 from ..quant.cpu_dense import dense_dtype
@@ -224,6 +223,8 @@ def keep_narrow(jobs: list[Job]) -> None:
 
     On the CPU, whose other layers are packed then (quant/cpu.py); experts are most of a model.
     """
+    from ..layers.moe import ExpertLinear  # and a dozen kernels
+
     narrow = dense_dtype()
     for job in jobs:
         if isinstance(job.target, ExpertLinear) and job.name == "weight" and not is_exact(job.stored):

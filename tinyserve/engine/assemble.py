@@ -82,7 +82,11 @@ def open_foundry(config: EngineConfig) -> Compilers:
     found = [backend for file, backend in DEVICE_FILES.items() if Path(file).exists()]
     if config.model.device == "cpu" or not found or cores < FEWEST_CORES:
         return NoFoundry()
-    foundry = Foundry(cores - 1, found[0])
+    try:
+        foundry = Foundry(cores - 1, found[0])
+    except (OSError, TypeError) as error:  # Python inside another program does not know its own interpreter
+        _log.warning("kernels are compiled by threads, which takes longer: no process could be started: %s", error)
+        return NoFoundry()
     with contextlib.suppress(TinyserveError, OSError, ValueError):  # not there yet, or no good: said when it is loaded
         where = {"revision": config.model.revision, "cache_dir": config.load.download_dir}
         source = resolve(config.model.model, **where, load_format=config.load.load_format, offline=True, progress=False)

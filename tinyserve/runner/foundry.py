@@ -26,6 +26,7 @@ import logging
 import os
 import pkgutil
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -163,10 +164,11 @@ class Foundry:
         return sorted(made, key=lambda one: -one[1])
 
     def close(self) -> None:
-        """End the processes; each that still compiles ends when it has."""
+        """End the processes, also those that still compile; waits for none of them."""
         self._link.close()
-        self._process.terminate()
-        self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        threading.Thread(target=self._process.wait, name="tinyserve-foundry", daemon=True).start()
 
     def _give(self, job: _Job, *message: Any) -> None:
         self._waiting.append(json.dumps([len(self._jobs), *message]).encode())
@@ -280,10 +282,13 @@ def serve(link_number: int, workers: int, backend: str) -> None:
                 _work(link, drivers[0] if drivers else None, gpus[0])
             finally:
                 os._exit(0)
-    with contextlib.suppress(ChildProcessError, OSError):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `close` ends the workers; they are taken leave of here
+    with contextlib.suppress(ChildProcessError):
         while True:
-            if os.waitstatus_to_exitcode(os.wait()[1]):
-                link.send(json.dumps([None, 0, "died"]).encode())
+            died = os.waitstatus_to_exitcode(os.wait()[1])
+            with contextlib.suppress(OSError):
+                if died:
+                    link.send(json.dumps([None, 0, "died"]).encode())
 
 
 def _build_driver(backend: str, found: list[Any]) -> None:
