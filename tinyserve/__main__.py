@@ -24,6 +24,7 @@ COMMANDS = {
     "complete": ("chat", "run_complete", "let a running server continue texts"),
     "bench": ("bench", "run", "measure latency, throughput or the start"),
     "plan": ("plan", "run", "print the memory plan without loading weights"),
+    "quantize": ("quantize", "run", "save a checkpoint in fp8, int8 or int4"),
     "collect-env": ("report", "run", "print versions and devices for a bug report"),
 }
 LATER = ("run-batch",)

@@ -179,22 +179,25 @@ def rounded(x: Tensor, inputs: Inputs, scale: Tensor | None = None, zero: Tensor
     return (codes * scale).flatten(1)[:, :columns].to(x.dtype)
 
 
-def quantise(weight: Tensor, scheme: Scheme) -> Codes:
-    """Round a matrix [N, K] to the nearest codes of a symmetric scheme of integers or fp8: the online formats."""
-    parts = [_quantise(rows, scheme) for rows in weight.split(ROWS)]
+def quantise(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32) -> Codes:
+    """Round a matrix [N, K] to the nearest codes of a symmetric scheme of integers or fp8: the online formats.
+
+    Args: scale_dtype: scales are rounded to it first, so that codes make up for that.
+    """
+    parts = [_quantise(rows, scheme, scale_dtype) for rows in weight.split(ROWS)]
     zeros = None if parts[0].zeros is None else torch.cat([part.zeros for part in parts])
     codes, scales = (torch.cat([getattr(part, what) for part in parts]) for what in ("codes", "scales"))
     return Codes(scheme, codes, scales, zeros)
 
 
-def _quantise(weight: Tensor, scheme: Scheme) -> Codes:
+def _quantise(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Codes:
     """`quantise` of a few rows."""
     columns, width = weight.shape[1], scheme.width or weight.shape[1]
     tiles = torch.nn.functional.pad(weight.float(), (0, -columns % width)).unflatten(1, (-1, width))
     float8 = scheme.name.startswith("fp8")
     middle = 2 ** (scheme.bits - 1)
     largest = LARGEST["fp8"] if float8 else middle - 1
-    scales = (tiles.abs().amax(dim=-1) / largest).clamp(min=SMALLEST)
+    scales = (tiles.abs().amax(dim=-1) / largest).to(scale_dtype).float().clamp(min=SMALLEST)
     codes = (tiles / scales[..., None]).flatten(1)[:, :columns]
     if float8:
         return Codes(scheme, codes.clamp(-largest, largest).to(torch.float8_e4m3fn), scales)

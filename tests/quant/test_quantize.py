@@ -1,0 +1,114 @@
+"""`tinyserve quantize`: what it writes is read back here, and by the library whose format it is."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import oracles
+from tests.quant.quantised import SIZES, TOKENS, kept, logits, open_model
+from tinyserve.__main__ import main
+from tinyserve.cli import quantize
+from tinyserve.quant.encode import encode, scheme_of
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A checkpoint of plain numbers in bfloat16."""
+    folder = oracles.save_config(oracles.llama(**SIZES, torch_dtype="bfloat16"), tmp_path_factory.mktemp("plain"))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def quantised(folder, out, *options):
+    assert main(["quantize", str(folder), str(out), *options]) == 0
+    return out
+
+
+@pytest.mark.parametrize("scheme, error", [("fp8", 0.04), ("int8", 0.015), ("int4", 0.15)])
+def test_products_stay_near(scheme, error, plain, tmp_path, capsys):
+    """Every product of 16 rows within what the bits allow; the report holds the error of each matrix."""
+    out = quantised(plain, tmp_path / "out", "--scheme", scheme, "--group-size", "32")
+    model, before = open_model(out), dict(open_model(plain).named_modules())
+    layers = kept(model)
+    report = json.loads((out / quantize.REPORT).read_text())
+
+    assert len(layers) == 8 and len(report["matrices"]) == 14 and (out / "tokenizer.json").exists()
+    for path, layer in layers.items():
+        x = torch.randn(16, layer.inputs)
+        expected = x @ before[path].weight.T
+        assert (layer(x) - expected).norm() < error * expected.norm()
+    assert 0 < report["mean_error"] < error and report["bytes_after"] < report["bytes_before"]
+    assert f"14 matrices in {scheme}" in capsys.readouterr().out
+
+
+def test_the_report_is_true(plain, tmp_path):
+    """The error of q_proj of layer 0, from the numbers in the file, to 1e-6."""
+    out = quantised(plain, tmp_path / "out", "--scheme", "int8")
+    saved, name = load_file(out / "model.safetensors"), "model.layers.0.self_attn.q_proj"
+    weight = load_file(plain / "model.safetensors")[f"{name}.weight"].float()
+    numbers = saved[f"{name}.weight"].float() * saved[f"{name}.weight_scale"]
+    report = json.loads((out / quantize.REPORT).read_text())
+
+    stated = next(one["error"] for one in report["matrices"] if one["module"] == name)
+    assert float((numbers - weight).norm() / weight.norm()) == pytest.approx(stated, abs=1e-6)
+
+
+def test_scales_are_rounded_before_codes():
+    """In bfloat16 a scale is off by up to 0.4 %; codes made with the exact one would be read with another."""
+    weight = torch.randn(64, 256)
+    made = encode(weight, scheme_of("int4", 64), torch.bfloat16).tensors
+    scales = made["weight_scale"].float().repeat_interleave(64, dim=1)
+    shifts = torch.arange(0, 32, 4)
+    codes = ((made["weight_packed"][..., None] >> shifts) & 15).flatten(1) - 8
+
+    assert bool(((codes * scales - weight).abs() <= scales * 0.53).all())  # 0.53: the largest may be cut off
+
+
+def test_several_files_and_modules_left_out(plain, tmp_path, monkeypatch):
+    """Files of at most 40 KB, named by an index; layer 0 stays plain, and the config says so."""
+    monkeypatch.setattr(quantize, "SHARD_BYTES", 40_000)
+    out = quantised(plain, tmp_path / "out", "--skip", r"layers\.0\.")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2 and not list(out.glob("part-*"))
+    assert "model.layers.0.mlp.down_proj" in config["ignore"] and "lm_head" in config["ignore"]
+    assert sorted(kept(open_model(out))) == [
+        f"layers.1.{name}" for name in ("attn.out", "attn.qkv", "mlp.down", "mlp.gate_up")
+    ]
+
+
+def test_the_library_reads_it(plain, tmp_path):
+    """int4 through transformers and compressed-tensors: its logits are ours, to 2 % of their size (bfloat16)."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    out = quantised(plain, tmp_path / "out", "--scheme", "int4", "--group-size", "32")
+    (out / "tokenizer.json").unlink()
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([TOKENS])).logits[0]
+
+    torch.testing.assert_close(logits(open_model(out)), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--scheme", "int3"], "invalid choice"),
+        (["--group-size", "24"], "no multiple of 16"),
+        (["--skip", "("], "quantize"),
+    ],
+)
+def test_wrong_options(options, message, plain, tmp_path, capsys):
+    assert main(["quantize", str(plain), str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_quantised_already_is_refused(plain, tmp_path, capsys):
+    out = quantised(plain, tmp_path / "out")
+    assert main(["quantize", str(out), str(tmp_path / "again")]) == 2
+    assert "quantised already" in capsys.readouterr().err
+    assert main(["quantize", str(plain), str(out)]) == 2
+    assert "is not empty" in capsys.readouterr().err

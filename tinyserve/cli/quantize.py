@@ -1,0 +1,185 @@
+"""`tinyserve quantize`: a checkpoint of plain numbers, rounded to fp8, int8 or int4 and saved as compressed-tensors.
+
+    python -m tinyserve quantize Qwen/Qwen3-8B qwen3-8b-fp8
+    python -m tinyserve quantize Qwen/Qwen3-8B qwen3-8b-int4 --scheme int4 --group-size 64 --skip 'layers\\.0\\.'
+
+Matrices are read one by one, so it takes little memory. Which they are, the model's own table says: those of linear
+layers, but for the head, experts and what --skip names. Everything else is copied as it is, the tokenizer too. A line
+for each matrix says how far its numbers have moved, and quantization_report.json says it again.
+
+Rounding is to the nearest: right for 8 bits; 4 bits lose more than methods that look at data (GPTQ, AWQ) would.
+
+Before: checkpoint/source.py, models/registry.py, quant/encode.py.  After: `tinyserve serve`, or any other reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import hub_offline
+from ..errors import CheckpointError, ConfigError
+from ..options import format_bytes
+
+SHARD_BYTES = 4 << 30
+WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+)
+REPORT = "quantization_report.json"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Quantise a checkpoint. Raises: ConfigError, CheckpointError."""
+    options = _options(argv)
+    from ..checkpoint.source import resolve
+
+    source = resolve(options.model, offline=hub_offline())
+    if source.gguf is not None:
+        raise ConfigError(f"{options.model} is a GGUF file, which is quantised already; take the original checkpoint.")
+    config = source.config()
+    if config.get("quantization_config"):
+        raise ConfigError(f"{options.model} is quantised already; take the original checkpoint.")
+    if options.out.exists() and any(options.out.iterdir()):
+        raise ConfigError(f"{options.out} is not empty.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = _convert(source, config, options)
+    worst = max(report["matrices"], key=lambda one: one["error"])
+    print(
+        f"{len(report['matrices'])} matrices in {options.scheme}: {format_bytes(report['bytes_before'])} -> "
+        f"{format_bytes(report['bytes_after'])}, mean error {report['mean_error']:.4f}, "
+        f"largest {worst['error']:.4f} ({worst['module']})"
+    )
+    return 0
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line. Raises: ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="tinyserve quantize", description=__doc__.splitlines()[0], exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("model", help="folder or hub name of a checkpoint of plain numbers")
+    parser.add_argument("out", type=Path, help="folder to write; made if it is not there")
+    parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), default="fp8", help="default: %(default)s")
+    parser.add_argument("--group-size", type=int, default=128, help="columns of int4 that share a scale")
+    parser.add_argument("--skip", default=None, metavar="REGEX", help="modules to leave as they are, searched for")
+    try:
+        found = parser.parse_args(list(argv))
+        re.compile(found.skip or "")
+    except (argparse.ArgumentError, re.error) as error:
+        raise ConfigError(f"tinyserve quantize: {error}") from None
+    if found.group_size < 16 or found.group_size % 16:
+        raise ConfigError(f"--group-size {found.group_size} is no multiple of 16.")
+    return found
+
+
+def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Write the new checkpoint. Returns: the report."""
+    import torch
+
+    from ..checkpoint.safetensors import open_safetensors
+    from ..quant.encode import config_of, encode, fits, scheme_of
+
+    tensors, scheme = open_safetensors(source.folder), scheme_of(options.scheme, options.group_size)
+    linear = set(_linear_modules(config))
+    if not linear & {name.removesuffix(".weight") for name in tensors}:
+        raise CheckpointError(f"{options.model}: no linear layer of the model is among the checkpoint's tensors.")
+    matrices, ignored, before = [], {"lm_head"}, 0
+    shards = Shards(options.out)
+    for name, stored in tensors.items():
+        module, _, kind = name.rpartition(".")
+        numbers = stored.file.get_tensor(name)
+        before += stored.nbytes
+        left = bool(options.skip) and re.search(options.skip, module) is not None
+        if kind == "weight" and module in linear and not left and fits(stored.shape, scheme):
+            made = encode(numbers, scheme, numbers.dtype if numbers.dtype != torch.float32 else torch.float16)
+            matrices.append({"module": module, "shape": list(stored.shape), "error": made.error})
+            print(f"{module:<60} {list(stored.shape)!s:<16} {made.error:.4f}")
+            for own, tensor in made.tensors.items():
+                shards.add(f"{module}.{own}", tensor)
+            continue
+        if kind == "weight" and module in linear:
+            ignored.add(module)
+        shards.add(name, numbers)
+    shards.finish()
+    if not matrices:
+        raise CheckpointError(f"{options.model}: every linear layer was left out by --skip or --group-size.")
+    config = config | {"quantization_config": config_of(options.scheme, scheme, ignored)}
+    (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for path in source.folder.iterdir():
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(WEIGHTS):
+            shutil.copy(path, options.out / path.name)
+    mean = sum(one["error"] for one in matrices) / len(matrices)
+    report = {"scheme": options.scheme, "mean_error": mean, "bytes_before": before, "bytes_after": shards.total}
+    report["matrices"] = matrices
+    (options.out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _linear_modules(config: dict[str, Any]) -> Iterator[str]:
+    """The checkpoint's names of all linear layers but the head; experts are none of them."""
+    from ..checkpoint.load import targets
+    from ..checkpoint.table import sources
+    from ..layers.linear import Linear
+    from ..models.registry import build_model, family
+
+    model = build_model(config)
+    weights = family(model.config.architecture).WEIGHTS
+    for path, layer in targets(model):
+        if isinstance(layer, Linear) and path != "head":
+            yield from sources(weights, path, len(layer.parts))
+
+
+class Shards:
+    """Safetensors files of a few GB, and the index that names them. Args: folder: where they go."""
+
+    def __init__(self, folder: Path) -> None:
+        self.total = 0
+        self._folder = folder
+        self._held: dict[str, Any] = {}
+        self._bytes = 0
+        self._names: list[list[str]] = []
+
+    def add(self, name: str, tensor: Any) -> None:
+        """Keep a tensor, and write what is held once that is enough for a file."""
+        if self._held and self._bytes + tensor.nbytes > SHARD_BYTES:
+            self._write()
+        self._held[name] = tensor.contiguous()
+        self._bytes += tensor.nbytes
+        self.total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the rest, give the files their names, and write the index if there are several."""
+        self._write()
+        count, where = len(self._names), {}
+        for number, names in enumerate(self._names, start=1):
+            name = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            self._path(number).rename(self._folder / name)
+            where |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": where}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        if self._held:
+            self._names.append(list(self._held))
+            save_file(self._held, self._path(len(self._names)), metadata={"format": "pt"})
+        self._held, self._bytes = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
