@@ -31,12 +31,14 @@ from .launch import (
     start_next,
     use_kernel,
     wait_inputs,
+    warm_rows,
 )
 from .pages import attend, layout
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
 LOWEST = tl.constexpr(-1e30)
+FEW = 32  # sequences up to which the first keys are asked for early: with more, programs wait for room, not for keys
 
 
 def attention_decode_reference(
@@ -211,47 +213,60 @@ def _attention_parts_kernel(
     BLOCK_D: tl.constexpr,  # a power of two, at least D and 16
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
+    LINES: tl.constexpr,  # cache lines of each of the first keys and values that are brought near while it waits
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait_inputs(PDL)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     head = kv_head * G + row % G
     heads = tl.num_programs(0) * G
-    if QUERIES > 1:  # padding behind the last sequence becomes zero
-        for padding in range(tl.load(query_start_ptr + num_seqs) + item, num_tokens, tl.num_programs(1)):
-            free = tl.zeros([ROWS], tl.int64) + padding
-            place = out_ptr + (free * out_stride + head * out_head_stride)[:, None] + column[None, :]
-            nothing = tl.zeros([ROWS, BLOCK_D], out_ptr.dtype.element_ty)
-            tl.store(place, nothing, mask=(row < G)[:, None] & (column < D)[None, :])
 
+    # Lengths and block tables are older than the kernel in front, so is all of the cache but this step's tokens.
     sequence, first, share = find_part(lens_ptr, num_seqs, target, item, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
-    if sequence >= num_seqs:
-        return
-    length = tl.load(lens_ptr + sequence)
+    exists = sequence < num_seqs
+    length = tl.load(lens_ptr + sequence, mask=exists, other=0)
     start = sequence
     queries = 1
     if QUERIES > 1:
-        start = tl.load(query_start_ptr + sequence)
-        queries = tl.load(query_start_ptr + sequence + 1) - start
-    token = start.to(tl.int64) + row // G
-    mine = row < tl.minimum(queries, QUERIES) * G
-    real = mine[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :], mask=real, other=0)
+        start = tl.load(query_start_ptr + sequence, mask=exists, other=0)
+        queries = tl.load(query_start_ptr + sequence + 1, mask=exists, other=0) - start
     parts = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
-    if item - first >= parts:
-        return
-
-    position = length - queries + row // G
     low = length * 0
     if WINDOW:
         low = tl.maximum(length - queries - WINDOW + 1, 0) // TILE * TILE
     keys = tl.cdiv(tl.cdiv(length - low, parts), TILE) * TILE
     begin = low + (item - first) * keys
     end = tl.minimum(begin + keys, length)
+    tables_ptr += sequence.to(tl.int64) * table_stride
+    k_ptr += kv_head.to(tl.int64) * page_stride
+    v_ptr += kv_head.to(tl.int64) * page_stride
+    works = exists & (item - first < parts)
+    if not works:
+        end = begin
+    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
+    if LINES > 0 and works:
+        place = pages.to(tl.int64) * block_stride + begin % PAGE * D
+        warm_rows(k_ptr + place, tl.arange(0, TILE), D, LINES, PDL)
+        warm_rows(v_ptr + place, tl.arange(0, TILE), D, LINES, PDL)
+    wait_inputs(PDL)
+
+    if QUERIES > 1:  # padding behind the last sequence becomes zero
+        for padding in range(tl.load(query_start_ptr + num_seqs) + item, num_tokens, tl.num_programs(1)):
+            free = tl.zeros([ROWS], tl.int64) + padding
+            place = out_ptr + (free * out_stride + head * out_head_stride)[:, None] + column[None, :]
+            nothing = tl.zeros([ROWS, BLOCK_D], out_ptr.dtype.element_ty)
+            tl.store(place, nothing, mask=(row < G)[:, None] & (column < D)[None, :])
+    if not works:
+        return
+
+    token = start.to(tl.int64) + row // G
+    mine = row < tl.minimum(queries, QUERIES) * G
+    real = mine[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :], mask=real, other=0)
+    position = length - queries + row // G
     slope = head_number(slopes_ptr, head, mine, ALIBI)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
@@ -262,10 +277,6 @@ def _attention_parts_kernel(
         peak = tl.where(alone, tl.maximum(sink, LOWEST), LOWEST)
         total = tl.where(alone, tl.exp2(sink - peak), 0.0)
 
-    tables_ptr += sequence.to(tl.int64) * table_stride
-    k_ptr += kv_head.to(tl.int64) * page_stride
-    v_ptr += kv_head.to(tl.int64) * page_stride
-    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
     for key in tl.range(begin, end, TILE, num_stages=STAGES):
         pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
         k = load_keys(k_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
@@ -415,12 +426,14 @@ def part_options(name: str, q: torch.Tensor, k_cache: torch.Tensor, sequences: i
         for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
         if rows + 2 * max(stages - 1, 1) * tile <= room or stages == 1
     )
+    warms = sequences <= FEW and head_dim in (64, 128, 256) and k_cache.element_size() == 2 and k_cache.shape[2] >= tile
     default = {
         "ROWS": rows,
         "BLOCK_D": block_d,
         "TILE": tile,
         "STAGES": stages,
         "PROGRAMS": PROGRAMS * device.processors,
+        "LINES": head_dim // 64 if warms else 0,
         "num_warps": 4 if rows * block_d <= 8192 else 8,
     }
     shape = {"head_dim": head_dim, "group": group, "sequences": sequences, "page": k_cache.shape[2]}

@@ -224,18 +224,19 @@ def _attention_merge_kernel(
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait_inputs(PDL)
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     rank = tl.program_id(1)
     sequence = rank
     first = rank
     count = rank * 0 + K
-    if RAGGED:
+    if RAGGED:  # lengths were there before the kernel in front
         sequence, first, share = find_cut(lens_ptr, num_seqs, target, rank, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
+        length = tl.load(lens_ptr + sequence, mask=sequence < num_seqs, other=0)
+        count = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
+    wait_inputs(PDL)  # all programs do, also those without work: else this kernel could end before the one in front
+    if RAGGED:
         if sequence >= num_seqs:
             return
-        length = tl.load(lens_ptr + sequence)
-        count = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
         if count == 1:  # its program has written the output
             return
     token = sequence.to(tl.int64)

@@ -34,8 +34,9 @@ def _embed_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_next(PDL)
+    # Late, so that kernels behind may read what stood in front (lengths, block tables) without waiting for it.
     wait_inputs(PDL)
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import use_kernel
+from .launch import overlap, use_kernel, wait_inputs
 
 BLOCK = 1024
 
@@ -42,7 +42,7 @@ def keep_tokens_reference(
         turn.copy_((turn + 1) % ring)
 
 
-@triton.jit(do_not_specialize=["S", "ring"])
+@triton.jit(do_not_specialize=["S", "ring", "late"])
 def _keep_tokens_kernel(
     tokens_ptr,  # [S] int32
     bad_ptr,  # [S] int8
@@ -56,13 +56,14 @@ def _keep_tokens_kernel(
     W,
     ring,
     width,
-    LATE: tl.constexpr,
+    late,  # 0 or 1
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_inputs(PDL)
     turn = tl.load(turn_ptr)
-    next_turn = (turn + 1) % ring
-    if LATE:
-        turn = (turn + ring - 1) % ring
+    next_turn = (turn + 1 - late) % ring
+    turn = (turn + ring - late) % ring
     home = home_ptr + turn.to(tl.int64) * width
     for start in range(0, S, BLOCK):
         sequence = start + tl.arange(0, BLOCK)
@@ -74,9 +75,8 @@ def _keep_tokens_kernel(
         tl.store(table_ptr + slot * W + place, token, mask=inside & (kept > 0))
         tl.store(home + sequence, token, mask=inside)
         tl.store(home + S + sequence, tl.load(bad_ptr + sequence, mask=inside, other=0).to(tl.int32), mask=inside)
-    if not LATE:
-        tl.debug_barrier()  # every thread has read the turn
-        tl.store(turn_ptr, next_turn)
+    tl.debug_barrier()  # every thread has read the turn
+    tl.store(turn_ptr, next_turn)
 
 
 def keep_tokens(
@@ -112,6 +112,6 @@ def keep_tokens(
         return keep_tokens_reference(tokens, bad, slots, places, kept, table, home, turn, late=late)
     _keep_tokens_kernel[(1,)](
         tokens, bad.view(torch.int8), slots, places, kept, table, home, turn, S, table.stride(0), len(home),
-        home.stride(0), LATE=late, BLOCK=BLOCK, num_warps=8,
+        home.stride(0), int(late), BLOCK=BLOCK, num_warps=8, **overlap(table),
     )  # fmt: skip
     return None

@@ -167,20 +167,16 @@ def _qk_norm_rope_write_kernel(
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (head < HQ + 2 * HK) & (column < D)
     is_q, is_k, is_v = head < HQ, (head >= HQ) & (head < HQ + HK), head >= HQ + HK
     head_ptr = qkv_ptr + row * qkv_stride + head * D
-    value = tl.load(head_ptr + column, mask=inside, other=0.0).to(tl.float32)
-
-    result = value
+    # All but the product itself was there before the kernel in front: it is loaded without waiting for that.
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     if NORM:
-        scale = tl.where(is_v, 1.0, tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / D + eps))
         weight = _weight(q_weight_ptr, k_weight_ptr, column, is_q, is_v, column < D, weight_offset)
-        result = value * scale * weight
     if R > 0:
         if INTERLEAVED:
             partner, angle, low = column ^ 1, column // 2, column % 2 == 0
@@ -188,17 +184,26 @@ def _qk_norm_rope_write_kernel(
             partner = tl.where(column < R // 2, column + R // 2, column - R // 2)
             angle, low = column % (R // 2), column < R // 2
         turned = column < R
-        other = tl.load(head_ptr + partner, mask=inside & turned, other=0.0).to(tl.float32)
-        if NORM:
-            other *= scale * _weight(q_weight_ptr, k_weight_ptr, partner, is_q, is_v, turned, weight_offset)
         angle_ptr = cos_sin_ptr + tl.load(positions_ptr + row).to(tl.int64) * R + angle
         cos = tl.load(angle_ptr, mask=turned, other=1.0)
         sin = tl.load(angle_ptr + R // 2, mask=turned, other=0.0)
+        if NORM:
+            other_weight = _weight(q_weight_ptr, k_weight_ptr, partner, is_q, is_v, turned, weight_offset)
+    wait_inputs(PDL)
+
+    value = tl.load(head_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    result = value
+    if NORM:
+        scale = tl.where(is_v, 1.0, tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / D + eps))
+        result = value * scale * weight
+    if R > 0:
+        other = tl.load(head_ptr + partner, mask=inside & turned, other=0.0).to(tl.float32)
+        if NORM:
+            other *= scale * other_weight
         result = tl.where(is_v, result, result * cos + tl.where(low, -other, other) * sin)
 
     q_column = row * (HQ * D) + head * D + column
     tl.store(q_ptr + q_column, result.to(q_ptr.dtype.element_ty), mask=inside & is_q)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
     block, place = slot // P, slot % P
     inside = inside & (slot >= 0)
     k_ptr = k_cache_ptr + block * k_block_stride + place * k_place_stride + (head - HQ) * k_head_stride + column

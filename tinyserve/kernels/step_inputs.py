@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, next_power_of_2, use_kernel
+from .launch import cdiv, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 TOKENS = 256  # a program
 
@@ -99,7 +99,10 @@ def _step_inputs_kernel(
     DECODE: tl.constexpr,  # token s is the last one of sequence s
     BLOCK_C: tl.constexpr,
     TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     pid = tl.program_id(0)
     if pid < S:
         slot = tl.load(slots_ptr + pid).to(tl.int64)
@@ -169,6 +172,6 @@ def step_inputs(
         slots if places is None else token_rows, slots if places is None else places,
         T, S, count, rows.tokens.stride(0), width, out.writes.stride(0), out.tables.stride(0), out.params.stride(0),
         P=block_size, G=groups, C=columns, DECODE=places is None, BLOCK_C=next_power_of_2(columns), TOKENS=TOKENS,
-        num_warps=4,
+        num_warps=4, **overlap(slots),
     )  # fmt: skip
     return None

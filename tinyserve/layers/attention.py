@@ -168,6 +168,7 @@ class Attention(Part):
         """[T, H] -> [T, H]"""
         cache, rope = self.cache, self.rope
         q_norm, late = self.q_norm, self.late_weight
+        step = self._pieces(batch)  # before the product: attention reads lengths without waiting for what is in front
         qkv = self.qkv(x)
         q = qk_norm_rope_write(
             qkv if self.adjust is None else self.adjust(qkv),
@@ -185,7 +186,7 @@ class Attention(Part):
             interleaved=rope is not None and rope.interleaved,
             memo=batch.memo,
         )
-        mixed = self._attend(self._tempered(q if late is None else q * late, batch), batch)
+        mixed = self._attend(self._tempered(q if late is None else q * late, batch), step, batch.memo)
         return handed_on(self.out, mixed.flatten(1), x)
 
     def _tempered(self, q: Tensor, batch: Batch) -> Tensor:
@@ -199,10 +200,9 @@ class Attention(Part):
 
         return (q * once(batch.memo, ("temper", floor, weight), growth)).to(q.dtype)
 
-    def _attend(self, q: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, q: Tensor, step: Pieces, memo: dict) -> Tensor:
         """[T, Hq, D] -> [T, Hq, D]; decodes first, then the rest, each by its kernel."""
         cache, scores, rope = self.cache, self.scores, self.rope
-        step = self._pieces(batch)
         decodes, tables, lengths = step.num_decodes, step.tables, step.lengths
         options = {"scale": self.scale, "window": scores.window or 0, "softcap": scores.softcap}
         if rope is not None and rope.slopes is not None:
@@ -213,11 +213,11 @@ class Attention(Part):
             options["batch_invariant"] = True
         if decodes == step.num_seqs:
             pages = (cache.k, cache.v, tables, lengths)
-            return attention_decode(q, *pages, max_seq_len=step.max_seq_len, memo=batch.memo, **options)
+            return attention_decode(q, *pages, max_seq_len=step.max_seq_len, memo=memo, **options)
         out = torch.empty_like(q)
         if decodes:
             one_token = (q[:decodes], cache.k, cache.v, tables[:decodes], lengths[:decodes])
-            attention_decode(*one_token, max_seq_len=step.max_seq_len, out=out[:decodes], memo=batch.memo, **options)
+            attention_decode(*one_token, max_seq_len=step.max_seq_len, out=out[:decodes], memo=memo, **options)
         # query_start counts from the first row of q, so the prefills are addressed where they stand.
         rest = (q, cache.k, cache.v, tables[decodes:], step.query_start, lengths[decodes:])
         short = not self.invariant and is_short(step.max_query_len, step.num_seqs - decodes)
