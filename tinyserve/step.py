@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from attrs import field, frozen
 
 from .request import Request
@@ -145,6 +146,32 @@ class SeqSlice:
         return self.start + self.count
 
 
+class Decodes(Sequence[SeqSlice]):
+    """The slices of a step in which every sequence computes one position and gets a token: two columns.
+
+    Most steps are such, and 256 objects for 256 sequences would cost more than all the rest of planning.
+
+    Args: slots: the rows.   starts: [S] int64, the position of each; changed by nobody.
+    """
+
+    __slots__ = ("slots", "starts")
+
+    def __init__(self, slots: tuple[int, ...], starts: np.ndarray) -> None:
+        self.slots = slots
+        self.starts = starts
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return SeqSlice(self.slots[index], int(self.starts[index]), 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+
 @frozen(kw_only=True)
 class StepInput:
     """One step's work. Order of effect: closed, opened, edits, then the slices are computed together.
@@ -153,7 +180,7 @@ class StepInput:
     """
 
     step_id: int
-    slices: tuple[SeqSlice, ...] = ()
+    slices: tuple[SeqSlice, ...] | Decodes = ()
     opened: tuple[SlotOpening, ...] = ()
     closed: tuple[int, ...] = ()
     edits: tuple[TableEdit, ...] = ()
@@ -161,7 +188,14 @@ class StepInput:
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.count for piece in self.slices)
+        slices = self.slices
+        return len(slices) if isinstance(slices, Decodes) else sum(piece.count for piece in slices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Positions that belong to prompts: slices of one position that sample are decodes."""
+        slices = () if isinstance(self.slices, Decodes) else self.slices
+        return sum(piece.count for piece in slices if piece.count > 1 or not piece.samples)
 
     def pack(self) -> array:
         """All of it as one array of int32 (`array('i')`); `unpack` is its inverse."""
@@ -305,10 +339,41 @@ class SliceOutput:
     bad: bool = False
 
 
+class Tokens(Sequence[SliceOutput]):
+    """What the slices of a step gave where each gave one good token and nothing else: two columns."""
+
+    __slots__ = ("slots", "tokens")
+
+    def __init__(self, slots: tuple[int, ...], tokens: list[int]) -> None:
+        self.slots = slots
+        self.tokens = tokens
+
+    @classmethod
+    def of(cls, slices: Sequence[SliceOutput]) -> Tokens | None:
+        """The same as columns, without log-probabilities; None if some slice gave no token, several or a bad one."""
+        if isinstance(slices, cls):
+            return slices
+        for given in slices:
+            if given.bad or len(given.tokens) != 1 or given.pooled is not None:
+                return None
+        return cls(tuple([given.slot for given in slices]), [given.tokens[0] for given in slices])
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return SliceOutput(self.slots[index], (self.tokens[index],))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+
 @frozen
 class StepOutput:
     """What a step gave. seconds: from launch to completion, as seen by the runner."""
 
     step_id: int
-    slices: tuple[SliceOutput, ...]
+    slices: tuple[SliceOutput, ...] | Tokens
     seconds: float = 0.0

@@ -18,6 +18,7 @@ Before: runner/slots.py, kernels/step_inputs.py.  After: layers/attention.py and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from ..device import Device
 from ..kernels.fetch import fetch
 from ..kernels.step_inputs import RowState, StepBuffers, step_inputs
 from ..sampling.params import RowValues
-from ..step import SeqSlice, StepInput
+from ..step import Decodes, SeqSlice, StepInput
 from .slots import ALIGN, Differences, Rows
 
 RIDERS = 1024  # differences of a step that have a place in its slot; more get memory of their own
@@ -135,6 +136,11 @@ class _Layout:
             self.size += -(-size // ALIGN) * ALIGN
 
 
+def _columns(pieces: Sequence[SeqSlice]) -> tuple[list[int], list[int], list[bool]]:
+    """Row, length after the step and kept-flag of each."""
+    return [p.slot for p in pieces], [p.start + p.count for p in pieces], [p.samples for p in pieces]
+
+
 class BatchBuilder:
     """Owns the static buffers and turns the slices of a step into a Batch.
 
@@ -180,9 +186,11 @@ class BatchBuilder:
         self._views: dict[Shape, Views] = {}
         self._turn = 0
 
-    def order(self, step: StepInput) -> list[int]:
+    def order(self, step: StepInput) -> Sequence[int]:
         """Indices of the step's slices in the order in which the batch holds them: single tokens first."""
         slices = step.slices
+        if isinstance(slices, Decodes):
+            return range(len(slices))
         singles = [i for i, piece in enumerate(slices) if piece.count == 1]
         if len(singles) == len(slices):
             return singles
@@ -204,19 +212,25 @@ class BatchBuilder:
         flat = self._flat[self.slot]
         slots = tuple([piece.slot for piece in pieces]) if slots is None else slots
         decodes = len(pieces) if shape.is_decode else sum(piece.count == 1 for piece in pieces)
-        filled = (slots, shape) if shape.is_decode and all([piece.samples for piece in pieces]) else None
-        if filled is None or filled != self._filled[self.slot]:
-            self._fill(flat, pieces[:decodes], 0, shape.decodes)
-            self._fill(flat, pieces[decodes:], shape.decodes, shape.seqs)
+        filled = (slots, shape) if isinstance(pieces, Decodes) else None
+        if filled is None:
+            self._fill(flat, _columns(pieces[:decodes]), 0, shape.decodes)
+            self._fill(flat, _columns(pieces[decodes:]), shape.decodes, shape.seqs)
+        elif filled != self._filled[self.slot]:
+            self._fill(flat, (slots, pieces.starts + 1, 1), 0, shape.seqs)
         else:  # the same rows as when this slot was used last
             lens = self._layout.at["lens"]
-            flat[lens : lens + decodes] = [piece.start + 1 for piece in pieces]
+            np.add(pieces.starts, 1, out=flat[lens : lens + decodes], casting="same_kind")
         self._filled[self.slot] = filled
         if not shape.is_decode:
             self._fill_tokens(flat, pieces, decodes, shape)
         if differences is not None:
             self._apply(flat, differences)
         return self.views(shape)
+
+    def given(self, seqs: int) -> np.ndarray:
+        """Where the step that was sent last leaves the tokens and bad flags of so many sequences: [2 S], later."""
+        return self.home.numpy()[self.slot, : 2 * seqs]
 
     def follow(self) -> None:
         """Let the device's turn be the host's again, after steps that were sent but did not run as a whole."""
@@ -228,13 +242,11 @@ class BatchBuilder:
         seen = self._ints[places].tolist() == self._mail[self.slot, places].tolist()
         return seen and int(self.turn) == (self.slot + 1) % len(self._flat)
 
-    def _fill(self, flat: np.ndarray, pieces: Sequence[SeqSlice], start: int, stop: int) -> None:
-        """Row, length and kept-flag of these sequences from place `start` on; padding up to `stop`."""
-        end, at = start + len(pieces), self._layout.at
-        if pieces:
-            flat[at["slots"] + start : at["slots"] + end] = [piece.slot for piece in pieces]
-            flat[at["lens"] + start : at["lens"] + end] = [piece.start + piece.count for piece in pieces]
-            flat[at["kept"] + start : at["kept"] + end] = [piece.samples for piece in pieces]
+    def _fill(self, flat: np.ndarray, columns: tuple[Any, Any, Any], start: int, stop: int) -> None:
+        """Row, length and kept-flag of some sequences from place `start` on; padding up to `stop`."""
+        end, at = start + len(columns[0]), self._layout.at
+        for name, column in zip(("slots", "lens", "kept"), columns, strict=True):
+            flat[at[name] + start : at[name] + end] = column
         if end < stop:
             for name, value in (("slots", self._rows.spare), ("lens", 0), ("kept", 0)):
                 flat[at[name] + end : at[name] + stop] = value

@@ -14,7 +14,17 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
 
+from ..errors import EngineDead
 from ..step import StepOutput
+
+
+def pass_on(done: Future[StepOutput], landing: Future[StepOutput]) -> None:
+    """Give what a job came to on to the future that is waited for."""
+    error = done.exception() if not done.cancelled() else EngineDead("The runner is closed.")
+    if error is None:
+        landing.set_result(done.result())
+    else:
+        landing.set_exception(error)
 
 
 class Flight:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from attrs import frozen
 
@@ -30,9 +31,9 @@ from ..errors import EngineDead
 from ..kernels.keep_tokens import keep_tokens
 from ..sampling.logprobs import TokenReports
 from ..sampling.sampler import GrammarMask, Sampler
-from ..step import SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs
+from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs, Tokens
 from .batch import Batch, BatchBuilder, Shape, Views
-from .flight import Flight
+from .flight import Flight, pass_on
 from .graphs import MIXED_PROMPTS, MIXED_TOKENS, Computed, Eager, Graphs
 from .pooled import pooled, wanted
 from .slots import Differences, Rows
@@ -82,7 +83,7 @@ class _Launched:
     step: StepInput
     order: Sequence[int]
     places: Sequence[int]
-    result: torch.Tensor | None
+    result: np.ndarray | None
     reports: TokenReports | None
     prompt_scores: dict[int, list[Any]]
     pooled: dict[int, torch.Tensor]
@@ -147,9 +148,9 @@ class Runner:
         if step.masks is not None and not step.masks.begun:
             return self._launch_early(step)
         if self.device.is_cpu:
-            landing: Future[StepOutput] = self._worker.submit(lambda: self._land(self._enqueue(step)))
+            landing: Future[StepOutput] = self._worker.submit(lambda: self._land(self._on_device(self._enqueue, step)))
         else:
-            landing = self._worker.submit(self._land, self._enqueue(step))
+            landing = self._worker.submit(self._land, self._on_device(self._enqueue, step))
         return Flight(step.step_id, landing)
 
     def _launch_early(self, step: StepInput) -> Flight:
@@ -158,14 +159,15 @@ class Runner:
         Nothing else is launched in between: the scheduler plans nothing behind such a step.
         """
         landing: Future[StepOutput] = Future()
-        begun = self._worker.submit(self._begin, step) if self.device.is_cpu else self._begin(step)
+        on_cpu, here, finish = self.device.is_cpu, self._on_device, self._finish
+        begun = self._worker.submit(here, self._begin, step) if on_cpu else here(self._begin, step)
 
         def choose() -> None:
-            if self.device.is_cpu:
-                job = self._worker.submit(lambda: self._land(self._finish(begun.result())))
+            if on_cpu:
+                job = self._worker.submit(lambda: self._land(here(finish, begun.result())))
             else:
-                job = self._worker.submit(self._land, self._finish(begun))
-            job.add_done_callback(lambda done: _pass_on(done, landing))
+                job = self._worker.submit(self._land, here(finish, begun))
+            job.add_done_callback(lambda done: pass_on(done, landing))
 
         step.masks.when_begun(choose)
         return Flight(step.step_id, landing)
@@ -202,51 +204,51 @@ class Runner:
                 self.graphs.give_up()
             self.batches.follow()
 
-    @torch.inference_mode()
     def try_shape(self, shape: Shape) -> None:
         """Launch what the graph of a shape would."""
-        with self.device.use():
-            self._compute(self._padding(shape), filters=True)
+        self._on_device(lambda: self._compute(self._padding(shape), filters=True))
 
     def _padding(self, shape: Shape) -> Batch:
         views = self.batches.send((), shape)
         longest = self.limits.max_model_len
         return self.batches.batch(views, max(shape.tokens - shape.decodes, 1), longest, longest)
 
+    def _on_device(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Call what launches kernels."""
+        with torch.inference_mode(), self.device.use():
+            return work(*args)
+
     def _enqueue(self, step: StepInput) -> _Launched:
         """Queue all kernels of a step and the copies of its results (on the CPU: run them)."""
         return self._finish(self._begin(step))
 
-    @torch.inference_mode()
     def _begin(self, step: StepInput) -> _Begun:
         """Queue what does not depend on grammars."""
         started = time.perf_counter()
-        with self.device.use():
-            differences = self._take(step)
-            order, forward = self.batches.order(step), None
-            if order:
-                pieces = [step.slices[i] for i in order]
-                forward = self._forward(pieces, differences, masked=step.masks is not None)
-            else:
-                self.rows.write(differences)
+        differences = self._take(step)
+        order, forward = self.batches.order(step), None
+        if order:
+            slices = step.slices
+            pieces = slices if isinstance(slices, Decodes) else [slices[i] for i in order]
+            forward = self._forward(pieces, differences, masked=step.masks is not None)
+        else:
+            self.rows.write(differences)
         return _Begun(step, order, forward, started)
 
-    @torch.inference_mode()
     def _finish(self, begun: _Begun) -> _Launched:
         """Queue the choice of tokens as far as the forward has not made it, and what brings results home."""
         step, order, forward = begun.step, begun.order, begun.forward
-        with self.device.use():
-            places, result, reports, scores, pools = order, None, None, {}, {}
-            if forward is not None:
-                places, result, reports = self._choose(forward, step.masks)
-                pieces, hidden = forward.pieces, forward.computed.hidden
-                scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in self._scored(pieces)}
-                if which := wanted(pieces, self.rows.pooled):
-                    pools = {order[i]: vector for i, vector in pooled(hidden, pieces, which).items()}
-                event = self._events[self.batches.slot]
-            else:
-                event = self.device.event()
-            event.record(self.device.current_stream())
+        places, result, reports, scores, pools = order, None, None, {}, {}
+        if forward is not None:
+            places, result, reports = self._choose(forward, step.masks)
+            pieces, hidden = forward.pieces, forward.computed.hidden
+            scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in self._scored(pieces)}
+            if which := wanted(pieces, self.rows.pooled):
+                pools = {order[i]: vector for i, vector in pooled(hidden, pieces, which).items()}
+            event = self._events[self.batches.slot]
+        else:
+            event = self.device.event()
+        event.record(self.device.current_stream())
         return _Launched(step, order, places, result, reports, scores, pools, event, begun.started)
 
     def _take(self, step: StepInput) -> Differences | None:
@@ -260,10 +262,11 @@ class Runner:
 
     def _forward(self, pieces: Sequence[SeqSlice], differences: Differences | None, *, masked: bool) -> _Forward:
         """Queue the forward, and the choice of tokens where that is all that the rows ask for."""
-        slots = tuple([piece.slot for piece in pieces])
+        slots = pieces.slots if isinstance(pieces, Decodes) else tuple([piece.slot for piece in pieces])
         asks = self.sampler.asks(slots)
         more = asks.more or masked
-        own, sampled = self._own_shape(pieces), any(piece.samples for piece in pieces)
+        own = self._own_shape(pieces)
+        sampled = isinstance(pieces, Decodes) or any(piece.samples for piece in pieces)
         exact = not own.is_decode and (more or bool(self._scored(pieces)) or bool(wanted(pieces, self.rows.pooled)))
         shape = own if exact else self.graphs.fit(own)
         views = self.batches.send(pieces, shape, differences, slots)
@@ -278,7 +281,7 @@ class Runner:
         computed = self.graphs.run(views, compute)
         return _Forward(pieces, slots, own, shape, views, computed, sampled, again)
 
-    def _choose(self, forward: _Forward, masks: Any) -> tuple[Sequence[int], torch.Tensor | None, TokenReports | None]:
+    def _choose(self, forward: _Forward, masks: Any) -> tuple[Sequence[int], np.ndarray | None, TokenReports | None]:
         """Choose tokens if the forward has not; the places of sequences in the result, the result, and reports.
 
         masks: what grammars allow, waited for only now that the forward is queued; None if there are none.
@@ -291,13 +294,12 @@ class Runner:
             reports = self._sample(forward.computed, slots, views, grammar)
         elif shape.decodes != own.decodes and not own.is_decode:
             places = [shape.place(i, own.decodes) for i in places]
-        home = self.batches.home[self.batches.slot, : 2 * views.shape.seqs] if forward.sampled else None
-        return places, home, reports
+        return places, self.batches.given(views.shape.seqs) if forward.sampled else None, reports
 
     def _own_shape(self, pieces: Sequence[SeqSlice]) -> Shape:
         """The shape of a step as it is, without padding."""
         seqs = len(pieces)
-        if pieces[-1].count == 1:  # they stand first
+        if isinstance(pieces, Decodes) or pieces[-1].count == 1:  # single ones stand first
             return Shape(seqs, seqs, seqs)
         tokens = sum(piece.count for piece in pieces)
         return Shape(tokens, seqs, sum(piece.count == 1 for piece in pieces))
@@ -371,6 +373,10 @@ class Runner:
         launched.event.synchronize()
         result = launched.result.tolist() if launched.result is not None else []
         seqs, slices = len(result) // 2, launched.step.slices
+        seconds = time.perf_counter() - launched.started
+        bad = result[seqs : seqs + len(slices)]
+        if isinstance(slices, Decodes) and launched.reports is None and not launched.pooled and not any(bad):
+            return StepOutput(launched.step.step_id, Tokens(slices.slots, result[: len(slices)]), seconds)
         records: dict[int, TokenLogprobs] = {}
         if launched.reports is not None:
             records = dict(zip(launched.reports.rows, launched.reports.records(), strict=True))
@@ -382,18 +388,9 @@ class Runner:
             if not piece.samples:
                 outputs[index] = SliceOutput(piece.slot, prompt_logprobs=prompt)
                 continue
-            bad = result[seqs + place] > 0
-            record = None if bad else records.get(place)
+            wrong = result[seqs + place] > 0
+            record = None if wrong else records.get(place)
             logprobs = None if record is None else (record,)
             vector = launched.pooled[index].tolist() if index in launched.pooled else None
-            outputs[index] = SliceOutput(piece.slot, (result[place],), logprobs, prompt, vector, bad=bad)
-        return StepOutput(launched.step.step_id, tuple(outputs), time.perf_counter() - launched.started)
-
-
-def _pass_on(done: Future[StepOutput], landing: Future[StepOutput]) -> None:
-    """Give what a job came to on to the future that is waited for."""
-    error = done.exception() if not done.cancelled() else EngineDead("The runner is closed.")
-    if error is None:
-        landing.set_result(done.result())
-    else:
-        landing.set_exception(error)
+            outputs[index] = SliceOutput(piece.slot, (result[place],), logprobs, prompt, vector, bad=wrong)
+        return StepOutput(launched.step.step_id, tuple(outputs), seconds)

@@ -9,7 +9,8 @@ from collections import deque
 from typing import Any, NamedTuple, Protocol
 
 from ..grammar.matcher import Constraint
-from ..step import SeqSlice, SlotOpening, TableEdit
+from ..step import Decodes, SeqSlice, SlotOpening, TableEdit
+from .convoy import Convoy
 from .sequence import Sequence
 
 
@@ -32,8 +33,9 @@ class Flown(NamedTuple):
 
     step_id: int
     sequences: list[Sequence]
-    slices: tuple[SeqSlice, ...]
+    slices: tuple[SeqSlice, ...] | Decodes
     masks: Any = None
+    convoy: Convoy | None = None
 
     @property
     def late(self) -> bool:
@@ -49,7 +51,7 @@ class StepDraft:
         cap: most tokens of one sequence, or 0 for no such cap (it keeps one long prompt from filling every step).
     """
 
-    __slots__ = ("cap", "edits", "left", "masked", "opened", "sequences", "slices")
+    __slots__ = ("cap", "edits", "left", "masked", "opened", "plain", "sequences", "slices")
 
     def __init__(self, tokens: int, cap: int) -> None:
         self.left = tokens
@@ -59,6 +61,7 @@ class StepDraft:
         self.opened: list[SlotOpening] = []
         self.edits: list[TableEdit] = []
         self.masked: list[tuple[int, Constraint]] = []  # slots whose next token a grammar masks
+        self.plain = True  # nothing but decodes of simple sequences
 
     def room(self) -> int:
         """Tokens that one more sequence may get."""
@@ -69,6 +72,7 @@ class StepDraft:
         start, slot = seq.scheduled, seq.slot
         end = start + count
         samples = end - len(drafts) == len(seq.tokens) + seq.in_flight
+        self.plain = self.plain and count == 1 and samples and seq.simple
         self.slices.append(SeqSlice(slot, start, count, drafts, samples))
         self.sequences.append(seq)
         self.left -= count

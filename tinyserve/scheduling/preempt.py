@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from ..kv.cache import KVCache
 from .budget import Rows
+from .convoy import Convoy
 from .queue import RunningList, WaitingQueue
 from .sequence import Sequence, State
 
@@ -26,12 +27,14 @@ class Tenants:
         running: those that get a share of each step.
         rows: the free rows.
         preemptions: how often one was sent back to the queue.
+        convoy: all that run, while all do the same; else None.
     """
 
     def __init__(self, cache: KVCache, waiting: WaitingQueue, rows: int, by_priority: bool) -> None:
         self.running = RunningList(by_priority)
         self.rows = Rows(rows)
         self.preemptions = 0
+        self.convoy: Convoy | None = None
         self._cache = cache
         self._waiting = waiting
         self._returning: set[Sequence] = set()
@@ -47,8 +50,20 @@ class Tenants:
         seq.state = State.RUNNING
         self.running.add(seq)
 
+    def set_off(self, sequences: list[Sequence]) -> Convoy:
+        """From the step that was just planned on, all that run go together."""
+        self.convoy = Convoy(sequences, self._cache)
+        return self.convoy
+
+    def break_up(self) -> None:
+        """Let everybody go alone, so that each sequence knows where it is."""
+        if self.convoy is not None:
+            self.convoy.break_up()
+            self.convoy = None
+
     def leave(self, seq: Sequence, state: State) -> None:
         """Let out a running sequence; what it holds comes back as soon as no flight uses it."""
+        self.break_up()
         self.running.remove(seq)
         seq.state = state
         if seq.flights:

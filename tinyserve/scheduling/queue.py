@@ -13,7 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Any
 
+from ..errors import Overloaded
 from .sequence import Sequence
 
 _rank = attrgetter("rank")
@@ -63,6 +65,21 @@ class WaitingQueue:
     def _insert(self, seq: Sequence) -> None:
         insort(self._queue, seq, key=_rank)
         self.prompt_tokens += len(seq.request.prompt_ids)
+
+
+def refuse_overload(waiting: WaitingQueue, options: Any, running: int, prompt_tokens: int) -> None:
+    """Refuse what would wait behind too much; a request that can start in the next step does not count.
+
+    Args: options: see budget.Options.   running: how many run.   prompt_tokens: of the new one.
+    Raises: Overloaded.
+    """
+    most, most_tokens = options.max_num_queued_reqs, options.max_num_queued_tokens
+    queued = len(waiting) - max(0, options.max_num_seqs - running)
+    if most is not None and queued >= most:
+        raise Overloaded(f"{queued} requests wait already (--max-num-queued-reqs {most}). Retry later.")
+    tokens = waiting.prompt_tokens
+    if most_tokens is not None and tokens and tokens + prompt_tokens > most_tokens:
+        raise Overloaded(f"{tokens} prompt tokens wait (--max-num-queued-tokens {most_tokens}). Retry later.")
 
 
 class RunningList(list[Sequence]):

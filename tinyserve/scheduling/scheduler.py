@@ -16,19 +16,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from itertools import chain, islice
 from typing import Any
 
-from ..errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError
+from ..errors import ConfigError, ContextLengthExceeded, NumericsError, RequestError
 from ..grammar.matcher import Constraint, unconstrained
 from ..kv.cache import Admission, KVCache
 from ..lora.adapters import Adapters, NoAdapters
 from ..request import FinishReason, Request
 from ..speculative.drafter import Drafter, NoDrafts
-from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs
+from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs, Tokens
 from .budget import Flown, Options, StepDraft
+from .convoy import Convoy, Grown
 from .preempt import Tenants
-from .queue import WaitingQueue
+from .queue import WaitingQueue, refuse_overload
 from .sequence import Sequence, State
 from .update import SchedulerStats, SequenceFacts, Update, nothing_to_choose
 
@@ -110,11 +112,13 @@ class Scheduler:
 
     def listing(self, most: int) -> list[SequenceFacts]:
         """The first `most` sequences that run or wait, in their order."""
+        self._tenants.break_up()
         found = islice(chain(self._tenants.running, self._waiting), most)
         return [seq.facts() for seq in found]
 
     def progress(self, request_id: str) -> tuple[int, int, int] | None:
         """Prompt tokens of a request: computed or found, found in the cache, all of them; None when it has ended."""
+        self._tenants.break_up()
         seq = self._sequences.get(request_id)
         return seq and (min(seq.computed, len(seq.request.prompt_ids)), seq.cached or 0, len(seq.request.prompt_ids))
 
@@ -135,7 +139,7 @@ class Scheduler:
             raise ContextLengthExceeded(length, self._limit)
         kv = self._cache.sequence(request, self._adapters.identity(request.adapter))
         constraint = self._constrain(request)
-        self._refuse_overload(length)
+        refuse_overload(self._waiting, self._options, self.num_running, length)
         seq = Sequence(request, kv, constraint, self._limit)
         self._sequences[request.id] = seq
         self._waiting.push(seq)
@@ -153,6 +157,12 @@ class Scheduler:
         """The next step, or None when nothing can be launched now: no work, or all of it waits for flights."""
         if self._flights and self._flights[-1].late:
             return None  # it is launched up to the choice of its tokens; nothing may be launched behind that
+        convoy = self._tenants.convoy
+        if convoy is not None and self._nobody_enters():
+            edits = convoy.advance()
+            if edits is not None:
+                return self._takes_off(convoy.sequences, convoy.slices(), edits=tuple(edits), convoy=convoy)
+        self._tenants.break_up()
         options = self._options
         cap = options.long_prefill_token_threshold if len(self._sequences) > 1 else 0
         step = StepDraft(options.max_num_batched_tokens, cap)
@@ -160,25 +170,37 @@ class Scheduler:
             self._admit_waiting(step)
         if not step.slices:
             return None
-        self._steps += 1
         slices, masks = tuple(step.slices), self._make_masks(step.masked) if step.masked else None
         if masks is not None and not self._flights:
             masks.begin()
-        self._flights.append(Flown(self._steps, step.sequences, slices, masks))
-        return StepInput(
-            step_id=self._steps,
-            slices=slices,
-            opened=tuple(step.opened),
-            closed=self._tenants.rows.take_closed(),
-            edits=tuple(step.edits),
-            masks=masks,
-        )
+        convoy = None
+        if step.plain and len(slices) == len(self._tenants.running) and isinstance(self._drafter, NoDrafts):
+            convoy = self._tenants.set_off(step.sequences)
+            slices = convoy.slices()
+        parts = {"opened": tuple(step.opened), "edits": tuple(step.edits), "masks": masks}
+        return self._takes_off(step.sequences, slices, convoy=convoy, **parts)
 
-    def commit(self, output: StepOutput) -> list[Update]:
+    def _nobody_enters(self) -> bool:
+        """Whether no waiting request can be admitted now."""
+        tenants = self._tenants
+        full = len(tenants.running) >= self._options.max_num_seqs or not tenants.rows.num_free
+        return full or not self._waiting
+
+    def _takes_off(self, sequences: list[Sequence], slices: Any, *, convoy: Convoy | None, **parts: Any) -> StepInput:
+        self._steps += 1
+        self._flights.append(Flown(self._steps, sequences, slices, parts.get("masks"), convoy))
+        return StepInput(step_id=self._steps, slices=slices, closed=self._tenants.rows.take_closed(), **parts)
+
+    def commit(self, output: StepOutput) -> Several[Update]:
         """Book the results of the oldest flight; the updates of sequences that got a token or ended."""
         flown = self._flights.popleft()
         if flown.step_id != output.step_id:
             raise RuntimeError(f"step {output.step_id} was committed, but step {flown.step_id} is the oldest in flight")
+        if flown.convoy is not None and flown.convoy is self._tenants.convoy:
+            given = Tokens.of(output.slices)
+            if given is not None and flown.convoy.land(given.tokens):
+                return Grown(flown.convoy, given.tokens)
+            self._tenants.break_up()
         updates = []
         for seq, piece, given in zip(flown.sequences, flown.slices, output.slices, strict=True):
             seq.flights -= 1
@@ -206,9 +228,12 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that counters, queues, rows, tables and pool agree. For tests, and when idle."""
-        for seq in self._sequences.values():
-            seq.check_integrity()
         running, waiting = set(self._tenants.running), set(self._waiting)
+        convoy = self._tenants.convoy
+        for seq in running | waiting if convoy is None else waiting:
+            seq.check_integrity()
+        if convoy is not None:
+            convoy.check_integrity(self._tenants.running)
         assert running | waiting == set(self._sequences.values()) and not running & waiting
         assert all(seq.slot is not None for seq in running)
         assert all(seq.slot is None or seq.flights for seq in waiting)
@@ -216,16 +241,6 @@ class Scheduler:
             assert self._cache.num_free == self._cache.num_blocks, "an idle cache has blocks in use"
             assert not self._tenants.returning
         self._cache.check_integrity()
-
-    def _refuse_overload(self, prompt_tokens: int) -> None:
-        """Refuse what would wait behind too much; a request that can start in the next step does not count."""
-        most, most_tokens = self._options.max_num_queued_reqs, self._options.max_num_queued_tokens
-        queued = self.num_waiting - max(0, self._options.max_num_seqs - self.num_running)
-        if most is not None and queued >= most:
-            raise Overloaded(f"{queued} requests wait already (--max-num-queued-reqs {most}). Retry later.")
-        tokens = self._waiting.prompt_tokens
-        if most_tokens is not None and tokens and tokens + prompt_tokens > most_tokens:
-            raise Overloaded(f"{tokens} prompt tokens wait (--max-num-queued-tokens {most_tokens}). Retry later.")
 
     def _continue_running(self, step: StepDraft) -> bool:
         """Give each running sequence its share; False when one was short of blocks: nobody is admitted then."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 
-from ..grammar.matcher import Constraint
+from ..grammar.matcher import UNCONSTRAINED, Constraint
 from ..kv.cache import SequenceKV
 from ..request import FinishReason, Request
 from ..step import TokenLogprobs
@@ -37,28 +37,34 @@ class EndRules:
     Args:
         limit: prompt and output tokens together never exceed it.
 
+    Attributes:
+        ids: tokens that may end the sequence.
+        simple: others than these and the last one need no look, and none is reported on.
+
     End tokens count only once `min_tokens` exist (the sampler masks them until then); on the last token an end token
     beats the limit, and the limit beats a repetition.
     """
 
-    __slots__ = ("_floor", "_ids", "_repetition", "_request", "limit")
+    __slots__ = ("_floor", "_repetition", "_request", "ids", "limit", "simple")
 
     def __init__(self, request: Request, limit: int) -> None:
         sampling = request.sampling
         most = limit if sampling.max_tokens is None else len(request.prompt_ids) + max(1, sampling.max_tokens)
         eos = frozenset() if sampling.ignore_eos else request.eos_ids | request.extra_eos_ids
         self.limit = min(limit, most)
-        self._ids = eos | frozenset(sampling.stop_token_ids)
+        self.ids = eos | frozenset(sampling.stop_token_ids)
         self._floor = len(request.prompt_ids) + sampling.min_tokens
         self._repetition = RepetitionFinder.of(sampling.repetition_detection)
         self._request = request
+        asks = sampling.logprobs is not None or request.scores_prompt or request.pooling is not None
+        self.simple = self._repetition is None and not asks
 
     def check(self, token: int, length: int) -> tuple[FinishReason, int | str | None] | None:
         """The finish and stop reason if the sequence ends with `token` as its `length`-th token, else None.
 
         Called once for every output token, in order.
         """
-        if token in self._ids and length > self._floor:
+        if token in self.ids and length > self._floor:
             return FinishReason.STOP, self._request.stop_on(token)[1]
         if length >= self.limit:
             return FinishReason.LENGTH, None
@@ -115,6 +121,11 @@ class Sequence:
             self.prompt_logprobs = [None] * len(request.prompt_ids)
         self.rank: tuple[float, float, int] = (0, 0, 0)
         self.started = 0.0
+
+    @property
+    def simple(self) -> bool:
+        """Whether a decode gives a token and nothing else, which nobody but the end rules looks at."""
+        return self.ends.simple and self.constraint is UNCONSTRAINED
 
     @property
     def reads_cache(self) -> bool:

@@ -1,0 +1,81 @@
+"""convoy.py: steps that are planned and booked together are those that would have been planned one by one."""
+
+import random
+
+import pytest
+
+from tinyserve.scheduling.convoy import Convoy, Grown
+from tinyserve.speculative.drafter import NoDrafts
+from tinyserve.step import Decodes
+
+from .harness import EOS, Lab, request
+
+
+class Alone(NoDrafts):
+    """A drafter that the scheduler does not know: its sequences never go together."""
+
+
+def requests(seed):
+    draw = random.Random(seed)
+    kinds = [{}, {}, {"eos": (EOS,)}, {"stop_token_ids": [7]}, {"min_tokens": 3, "eos": (7,)}]
+    return [
+        request(f"r{i}", draw.randrange(1, 20), draw.randrange(1, 40), **draw.choice(kinds)) for i in range(6)
+    ]  # fmt: skip
+
+
+def told(lab):
+    """Everything that was reported, in order, step by step, and what each step was."""
+    found = []
+    for made in requests(lab.seed):
+        lab.add(made)
+    while lab.scheduler.has_work:
+        while len(lab.flying) < lab.depth and (step := lab.plan()):
+            found.append((tuple(step.slices), step.opened, step.closed, step.edits))
+        found.append([update._replace(logprobs=None, started=0.0) for update in lab.commit()])
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"blocks": 24}, {"windows": (8, None)}, {"caching": False, "max_num_seqs": 6}])
+def test_together_or_alone_the_same_steps_and_updates(depth, options, monkeypatch):
+    """6 requests of 1..39 tokens over blocks of 4, also with too few blocks: every step and update equal."""
+    landed = []
+    land = Convoy.land
+    monkeypatch.setattr(Convoy, "land", lambda self, tokens: landed.append(land(self, tokens)) or landed[-1])
+    for seed in range(6):
+        together, alone = (Lab(depth=depth, drafter=drafter, **options) for drafter in (None, Alone()))
+        together.seed = alone.seed = seed
+        if "windows" in options:  # what a window has passed may come back a few steps later
+            told(together), told(alone)
+            assert {k: a.tokens for k, a in together.answers.items()} == {k: a.tokens for k, a in alone.answers.items()}
+        else:
+            assert told(together) == told(alone)
+
+    assert sum(landed) > 20, "hardly a step was booked together"
+
+
+def test_a_convoy_costs_nothing_a_sequence_until_something_happens():
+    """12 steps of one sequence over blocks of 16: all planned as columns, two blocks, one break-up at the end."""
+    lab = Lab(block_size=16)
+    lab.add("a", prompt=5, max_tokens=13)
+    kinds = []
+    while lab.scheduler.has_work:
+        step = lab.plan()
+        kinds.append((type(step.slices), type(lab.commit())))
+
+    assert [one for one, _ in kinds] == [tuple] + [Decodes] * 12
+    assert [other for _, other in kinds] == [list] + [Grown] * 11 + [list]
+
+
+def test_whoever_asks_in_between_hears_the_truth():
+    lab = Lab(depth=2)
+    made = lab.add("a", prompt=5, max_tokens=30)
+    for _ in range(9):
+        lab.step()
+
+    computed, _, prompt = lab.scheduler.progress("a")
+    assert (computed, prompt) == (5, 5)
+    facts = lab.scheduler.listing(1)[0]
+    assert facts.known == 5 + len(lab.answers["a"].tokens) and facts.computed >= facts.known - 1
+    lab.scheduler.check_integrity()
+    assert lab.run()["a"].tokens == lab.right(made)

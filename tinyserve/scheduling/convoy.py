@@ -1,0 +1,145 @@
+"""Sequences that all do the same, one token a step, planned and booked together.
+
+A step in which every running sequence decodes is followed by nearly the same step: positions one further, and a new
+block for the few that reach the end of theirs. Booking 256 sequences one by one costs the host more than a small model
+costs the device. A convoy keeps what its sequences have in common in two numbers instead:
+
+    position of sequence s in the next step = first[s] + planned           computed by it = first[s] + landed - 1
+
+and for each sequence the step in which something of its own comes up: a block, a name for a block, or its last token.
+What the sequences themselves say meanwhile is what was true when the convoy set off; `break_up` makes it true again.
+It breaks up whenever anything happens that is not that: somebody enters, leaves, fails, or may have ended.
+
+Before: sequence.py, kv/cache.py.  After: preempt.py, scheduler.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from typing import Any
+
+import numpy as np
+
+from ..kv.cache import KVCache
+from ..step import Decodes, TableEdit
+from .sequence import Sequence
+from .update import Update
+
+LATE = 3  # steps after which a position has certainly been computed: more than are ever in flight behind it
+
+
+class Convoy:
+    """Its first step is the one that has just been planned, of which the sequences know already.
+
+    Args: sequences: all that run, each simple (Sequence.simple), in the order of the step's slices.
+
+    Attributes:
+        slots: their rows.
+        planned: steps after the first.   landed: steps whose tokens are known, the first included.
+    """
+
+    def __init__(self, sequences: list[Sequence], cache: KVCache) -> None:
+        self.sequences = sequences
+        self.slots = tuple([seq.slot for seq in sequences])
+        self.planned = self.landed = 0
+        self._cache = cache
+        self._first = np.array([seq.scheduled for seq in sequences], dtype=np.int64)
+        self._turns = np.array([self._turn(seq) for seq in sequences], dtype=np.int64)
+        self._next = int(self._turns.min())
+        self._last = min([seq.ends.limit - seq.scheduled for seq in sequences])
+        self._end_ids = frozenset().union(*{seq.ends.ids for seq in sequences})
+        self._steps: list[list[int]] = []  # the tokens of each step that has landed
+        self._told: dict[int, int] = {}  # of how many of these some sequences know
+
+    def slices(self) -> Decodes:
+        """Of the step planned last."""
+        return Decodes(self.slots, self._first + (self.planned - 1))
+
+    def advance(self) -> list[TableEdit] | None:
+        """Plan the next step; what changes in the tables. None: not everybody can go on, and nothing is planned."""
+        edits: list[TableEdit] | None = []
+        if self.planned >= self._next:
+            edits = self._attend()
+        if edits is not None:
+            self.planned += 1
+        return edits
+
+    def land(self, tokens: list[int]) -> bool:
+        """Book the tokens of the oldest step in flight. False, and nothing is done: one may be its sequence's last."""
+        if self.landed + 1 >= self._last or not self._end_ids.isdisjoint(tokens):
+            return False
+        self.landed += 1
+        self._steps.append(tokens)
+        return True
+
+    def break_up(self) -> None:
+        """Tell the sequences where they are. The convoy is not used any more."""
+        flying = self.planned - self.landed
+        columns = zip(*self._steps, strict=True) if self._steps else [()] * len(self.slots)
+        for index, (seq, tokens) in enumerate(zip(self.sequences, columns, strict=True)):
+            seq.tokens += tokens[self._told.get(index, 0) :]
+            seq.computed = self._computed(seq)
+            seq.scheduled += self.planned
+            seq.flights += flying
+            seq.in_flight += flying
+
+    def check_integrity(self, running: list[Sequence]) -> None:
+        """Assert that these are the ones that go together, and that every position planned has its block."""
+        assert set(self.sequences) == set(running), "somebody else runs"
+        assert 0 <= self.landed <= self.planned + 1 and len(self._steps) == self.landed, (self.landed, self.planned)
+        for seq, first in zip(self.sequences, self._first.tolist(), strict=True):
+            assert seq.scheduled == first and first + self.planned <= seq.kv.covered, seq
+            assert first + self.planned < seq.ends.limit, f"{seq} was planned beyond its end"
+
+    def _computed(self, seq: Sequence) -> int:
+        return seq.scheduled + self.landed - 1 if self.landed else seq.computed
+
+    def _turn(self, seq: Sequence) -> int:
+        """The value of `planned` at which this sequence has to be looked at."""
+        kv = seq.kv
+        return min(seq.ends.limit - 1, kv.covered, kv.due + LATE) - seq.scheduled
+
+    def _attend(self) -> list[TableEdit] | None:
+        """Give blocks to those whose turn it is."""
+        now = self.planned
+        turns = np.flatnonzero(self._turns <= now).tolist()
+        some = [self.sequences[index] for index in turns]
+        if any([seq.scheduled + now + 1 >= seq.ends.limit for seq in some]):
+            return None
+        for index, seq in zip(turns, some, strict=True):
+            seq.tokens += [step[index] for step in self._steps[self._told.get(index, 0) :]]
+            self._told[index] = len(self._steps)
+            if not self._cache.extend(seq.kv, seq.tokens, self._computed(seq), seq.scheduled + now + 1):
+                return None  # changes of those before stay with them, for the step that is planned instead
+        edits = []
+        for index, seq in zip(turns, some, strict=True):
+            edits += [TableEdit(seq.slot, *change) for change in seq.kv.changes]
+            seq.kv.changes = []
+            self._turns[index] = self._turn(seq)
+        self._next = int(self._turns.min())
+        return edits
+
+
+class Grown(Several[Update]):
+    """The updates of a convoy's step: each sequence has one more token.
+
+    Args: convoy: the same object in step after step.   tokens: of its sequences, in their order.
+    """
+
+    __slots__ = ("convoy", "tokens")
+
+    def __init__(self, convoy: Convoy, tokens: list[int]) -> None:
+        self.convoy = convoy
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        seq = self.convoy.sequences[index]
+        return Update(seq.request.id, (self.tokens[index],), None, None, None, None, seq.cached, None, seq.started)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Several) and list(self) == list(other)
