@@ -22,6 +22,7 @@ from ..request import FinishReason, Logprob, Output, Request, Usage
 from ..scheduling.scheduler import Update
 from ..text.detokenize import Detokenizer
 from ..text.stop import StopFinder
+from .backlog import Backlog, Held
 from .flat import FlatLogprobs
 from .logprobs import NamedPrompt, TokenTexts, matrix, named
 
@@ -65,7 +66,7 @@ class Answer:
         self.name = name
         self.index = index
         self.siblings = siblings
-        self.timing = Timing(time.time() - (time.monotonic() - request.arrival), request.arrival)
+        self._timing = Timing(time.time() - (time.monotonic() - request.arrival), request.arrival)
         self._tokenizer = tokenizer
         self._produced = 0
         self._cached = 0
@@ -74,8 +75,7 @@ class Answer:
         self._texts: TokenTexts | None = None
         self._logprobs = params.logprobs
         self._asked = params.logprob_token_ids or ()
-        self._held_text: list[str] = []
-        self._held_ids: list[int] = []
+        self._held = Held()
         if params.detokenize:
             self._detokenizer = Detokenizer(
                 tokenizer,
@@ -91,7 +91,23 @@ class Answer:
     @property
     def held(self) -> int:
         """Tokens that the next output shows although they came before."""
-        return len(self._held_ids)
+        return len(self._all_held().ids)
+
+    @property
+    def timing(self) -> Timing:
+        """When things happened to it so far."""
+        self._all_held()
+        return self._timing
+
+    @property
+    def quiet(self) -> bool:
+        """Whether a token more can wait until somebody looks: nothing but its id, and its text later, is asked for."""
+        return self._stops is None and self._logprobs is None and self._timing.first_token_ts is not None
+
+    def share(self, backlog: Backlog, place: int) -> float:
+        """From now on find new tokens in `backlog`, number `place` of each step. Returns: when the last token came."""
+        self._all_held().share(backlog, place)
+        return self._timing.last_token_ts
 
     def hold(self, update: Update) -> bool:
         """Keep what `update` adds for the next output, when it only adds tokens; False: it must go through `advance`.
@@ -102,25 +118,39 @@ class Answer:
             update.finish_reason is not None
             or update.error is not None
             or update.prompt_logprobs is not None
-            or self._stops is not None
-            or self._logprobs is not None
-            or self.timing.first_token_ts is None
+            or self._all_held().error is not None
+            or not self.quiet
         ):
             return False
-        if self._detokenizer is not None:
-            self._held_text.append(self._detokenizer.push(update.token_ids))
-        self._held_ids += update.token_ids
-        self._produced += len(update.token_ids)
-        self.timing.count(len(update.token_ids), time.monotonic())
+        self._keep(update.token_ids, time.monotonic())
         return True
+
+    def _keep(self, ids: Sequence[int], now: float) -> None:
+        if self._detokenizer is not None:
+            self._held.texts.append(self._detokenizer.push(ids))
+        self._held.ids += ids
+        self._produced += len(ids)
+        self._timing.count(len(ids), now)
+
+    def _all_held(self) -> Held:
+        """What is held, up to date."""
+        backlog = self._held.backlog
+        if backlog is not None and (ids := self._held.claim()):
+            try:
+                self._keep(ids, backlog.last)
+            except Exception as error:  # told by `advance`: who only looks must not be the one to fail
+                self._held.error = error
+        return self._held
 
     def advance(self, update: Update) -> Output:
         """The piece of the answer that `update` adds.
 
         A stop string in it makes the output final although the update is not: the scheduler has to be told then.
         """
+        if (error := self._all_held().error) is not None:
+            raise error
         self._cached = update.cached_tokens
-        self.timing.scheduled_ts = update.started
+        self._timing.scheduled_ts = update.started
         reason, stop, ids = update.finish_reason, update.stop_reason, update.token_ids
         if update.error is not None or reason is FinishReason.ERROR:
             return self.ended(FinishReason.ERROR, update.error or EngineError("The request failed in the engine."))
@@ -131,23 +161,24 @@ class Answer:
             if matched is not None:
                 reason, stop, ids = FinishReason.STOP, matched, ids[:count]
         self._produced += len(ids)
-        self.timing.count(len(ids), time.monotonic())
+        self._timing.count(len(ids), time.monotonic())
         output = Output(
             request_id=self.name,
             index=self.index,
             text=self._with_held(text),
-            token_ids=(*self._take_ids(), *ids) if self._held_ids else ids,
+            token_ids=(*self._take_ids(), *ids) if self._held.ids else ids,
             logprobs=None if self._logprobs is None else self._named(update, len(ids)),
             finish_reason=reason,
             stop_reason=stop,
             usage=self._usage(),
-            metrics=self.timing,
+            metrics=self._timing,
             pooled=update.pooled,
         )
         return output if update.prompt_logprobs is None else evolve(output, **self._prompt_reports(update))
 
     def ended(self, reason: FinishReason, error: Exception | None = None) -> Output:
         """The last output of an answer that is cut off from outside; text held back so far is dropped on an error."""
+        self._all_held()
         text = self._rest()[0] if error is None else ""
         return Output(
             request_id=self.name,
@@ -157,16 +188,16 @@ class Answer:
             finish_reason=reason,
             usage=self._usage(),
             error=error,
-            metrics=self.timing,
+            metrics=self._timing,
         )
 
     def _with_held(self, text: str) -> str:
-        if self._held_text:
-            text, self._held_text = "".join([*self._held_text, text]), []
+        if self._held.texts:
+            text, self._held.texts = "".join([*self._held.texts, text]), []
         return text
 
     def _take_ids(self) -> tuple[int, ...]:
-        held, self._held_ids = self._held_ids, []
+        held, self._held.ids = self._held.ids, []
         return tuple(held)
 
     def _usage(self) -> Usage:

@@ -43,9 +43,8 @@ class Meter:
         self._generated = 0  # tokens of this step that belong to answers
 
     def launched(self, step: StepInput) -> None:
-        """A step takes off. Slices of one position are decodes, all others compute a prompt."""
-        prompt = sum(piece.count for piece in step.slices if piece.count > 1 or not piece.samples)
-        self._flying.append((time.monotonic(), step.num_tokens, prompt, len(step.slices)))
+        """A step takes off."""
+        self._flying.append((time.monotonic(), step.num_tokens, step.prompt_tokens, len(step.slices)))
 
     def landed(self, stats: SchedulerStats) -> None:
         """The oldest step has been committed, and its outputs were given to `output`."""
@@ -80,6 +79,16 @@ class Meter:
         self._generated += tokens
         if tokens:
             self._gaps.append(answer.timing.last_token_ts - before)
+
+    def grew(self, gaps: list[float]) -> None:
+        """Answers grew by a token each, shown later; after so many seconds."""
+        self._generated += len(gaps)
+        self._gaps += gaps
+
+    def grew_alike(self, answers: int, gap: float) -> None:
+        """So many answers did, all after the same time."""
+        self._generated += answers
+        self.metrics.later_tokens([gap], answers)
 
     def output(self, answer: Answer, output: Output, before: float | None, held: int = 0) -> None:
         """An answer grew. before: when its token before this one came, None for the first. held: tokens told of."""

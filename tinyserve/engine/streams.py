@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 from attrs import define, evolve
 
 from ..errors import EngineError
 from ..request import FinishReason, Output, RequestOutputKind, Usage
+from ..scheduling.convoy import Convoy, Grown
 from ..scheduling.scheduler import Update
 from .answer import Answer, merged
+from .backlog import Backlog
 from .intake import Prepared
 from .meter import Meter
 from .pace import Pace
@@ -144,6 +147,46 @@ class Stream:
         return output
 
 
+@define(eq=False)
+class Choir:
+    """The answers of a convoy. gaps: seconds since the last token of each quiet one, until all have the same.
+
+    quiet: how many there are, whose readers want them once.   loud: places of the others in the convoy.
+    """
+
+    convoy: Convoy
+    backlog: Backlog
+    quiet: int
+    loud: list[int]
+    before: list[float]
+
+    @classmethod
+    def of(cls, convoy: Convoy, answers: Mapping[str, tuple[Answer, Stream]]) -> Choir:
+        """Find out who is quiet; these share a backlog from now on."""
+        backlog, loud, before = Backlog(), [], []
+        for place, seq in enumerate(convoy.sequences):
+            answer, stream = answers.get(seq.request.id, (None, None))
+            if answer is None:
+                continue
+            if stream.final_only and answer.quiet:
+                before.append(answer.share(backlog, place))
+            else:
+                loud.append(place)
+        return cls(convoy, backlog, len(before), loud, before)
+
+    def take(self, grown: Grown, meter: Meter) -> list[Update]:
+        """Put a step's tokens where quiet answers find them; the updates of the others."""
+        if self.quiet:
+            now = time.monotonic()
+            if self.before:
+                meter.grew([now - before for before in self.before])
+                self.before = []
+            else:
+                meter.grew_alike(self.quiet, now - self.backlog.last)
+            self.backlog.add(grown.tokens, now)
+        return [grown[place] for place in self.loud]
+
+
 class Streams:
     """All open streams, and which answer feeds which.
 
@@ -159,6 +202,7 @@ class Streams:
         self._expecting: dict[Stream, None] = {}
         self._opened = 0
         self.pace = Pace()
+        self._choir: Choir | None = None
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -197,6 +241,10 @@ class Streams:
 
     async def deliver(self, updates: Iterable[Update]) -> None:
         """Push a step's updates; sockets and readers have a turn in between, for there may be a thousand."""
+        if isinstance(updates, Grown):
+            if self._choir is None or self._choir.convoy is not updates.convoy:
+                self._choir = Choir.of(updates.convoy, self._answers)
+            updates = self._choir.take(updates, self._meter)
         work = 0
         for update in updates:
             work += self.push(update)
@@ -213,7 +261,7 @@ class Streams:
         if found is None:
             return 1
         answer, stream = found
-        before, held = answer.timing.last_token_ts, answer.held
+        held, before = answer.held, answer.timing.last_token_ts
         turn = self.pace.turn(stream.number)
         waits = stream.final_only or not turn or held + len(update.token_ids) < stream.interval
         try:
@@ -277,6 +325,7 @@ class Streams:
             stream.fail(error())
         self._answers.clear()
         self._expecting.clear()
+        self._choir = None
         self.empty.set()
 
     def _forget(self, answer: Answer, last: Output) -> None:
@@ -289,4 +338,5 @@ class Streams:
 
     def _note_empty(self) -> None:
         if not self._answers and not self._expecting:
+            self._choir = None
             self.empty.set()
