@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import cProfile
-import gc
 import logging
 import pstats
 import statistics
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.streams import words
 from tinyserve import config
 from tinyserve.bench.measure import Work, measure
-from tinyserve.cli.serve import COLLECT_AFTER, SWITCH_INTERVAL
+from tinyserve.cli.process import SWITCH_INTERVAL, keep_loaded
 from tinyserve.engine.assemble import Machine
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.parts import Parts
@@ -178,8 +177,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL)
-    gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
+    keep_loaded()
     for batch in map(int, options.batch.split(",")):
         asyncio.run(run(batch, options.tokens, options.read == "stream", options.step_ms / 1000, options.profile))
 
