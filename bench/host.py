@@ -1,6 +1,6 @@
 """What a decode step costs the host, measured without a GPU.
 
-    python bench/host.py [--batch 1,32,256] [--tokens 300] [--read once|stream] [--step-ms 4] [--profile]
+    python bench/host.py [--batch 1,32,256] [--tokens 300] [--read stream] [--step-ms 4] [--profile]
 
 The real loop, scheduler, runner and streams drive a device that computes nothing: its graphs are replayed by a function
 that does nothing, and a step is done so many milliseconds after the one before. What remains is Python. `launch`,
@@ -149,7 +149,8 @@ async def engine_for(batch: int, seconds: float) -> Engine:
 async def run(batch: int, tokens: int, stream: bool, seconds: float, profile: bool) -> None:
     engine = await engine_for(batch, seconds)
     machine = engine.machine
-    work = Work.random(batch, 128, tokens, ids=256, stream=stream)
+    sizes = ((16, 160), (100, 1024)) if tokens == 0 else (128, tokens)
+    work = Work.random(batch, *sizes, ids=256, stream=stream, temperature=0.6)
     await measure(engine, Work.random(batch, 128, 20, ids=256, stream=stream))
     names = {"launch": "runner", "plan": "scheduler", "commit": "scheduler"}
     clock = Clock(**{name: (getattr(machine, owner), name) for name, owner in names.items()})
@@ -169,7 +170,7 @@ async def run(batch: int, tokens: int, stream: bool, seconds: float, profile: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", default="1,32,256")
-    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=300, help="of each answer; 0: 100 to 1024, evenly spread")
     parser.add_argument("--read", choices=("once", "stream"), default="once")
     parser.add_argument("--step-ms", type=float, default=4.0)
     parser.add_argument("--profile", action="store_true")
