@@ -35,7 +35,7 @@ class Guess:
 def guess() -> Guess | None:
     """Ask the driver's own tool for the first GPU; None if it does not say."""
     try:
-        said = subprocess.run(SMI, capture_output=True, text=True, check=True, timeout=5).stdout
+        said = subprocess.run(SMI, capture_output=True, text=True, check=True, timeout=2).stdout
         name, capability = said.splitlines()[0].rsplit(",", 1)
         return Guess(name.strip(), round(float(capability) * 10))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
