@@ -22,8 +22,8 @@ def test_decode_is_its_reference_and_the_sum_over_slots(
         return down(h, weights[1], ids, bias=biases[1], scales=routing, shared=shared, gate=gate)
 
     out = call()
-    slots = by_hand(x, ids, weights, biases, routing, kind).to(device)
-    summed = (slots.float().sum(dim=1) + gate.float().sigmoid() * shared.float()).to(dtype)
+    slots = by_hand(x, ids, weights, biases, routing, kind)
+    summed = (slots.sum(dim=1) + gate.float().sigmoid() * shared.float()).to(dtype)
 
     assert_close(out, call("_reference"), scale=4)
     assert_close(out, summed, scale=8)
