@@ -15,15 +15,16 @@ def test_decode_is_its_reference_and_the_sum_over_slots(
     x, ids, weights, biases, routing = inputs(dtype, device, tokens, top_k, experts, hidden, inner, bias, scales)
     shared = randn(tokens, hidden, dtype=dtype, device=device, seed=8)
     gate = randn(tokens, 1, dtype=dtype, device=device, seed=9)
+    stream = randn(tokens, hidden, dtype=dtype, device=device, seed=10)
 
     def call(suffix=""):
         gate_up, down = (getattr(module, name + suffix) for name in ("moe_decode_gate_up", "moe_decode_down"))
         h = gate_up(x, weights[0], ids, kind=kind, bias=biases[0])
-        return down(h, weights[1], ids, bias=biases[1], scales=routing, shared=shared, gate=gate)
+        return down(h, weights[1], ids, bias=biases[1], scales=routing, shared=shared, gate=gate, residual=stream)
 
     out = call()
     slots = by_hand(x, ids, weights, biases, routing, kind)
-    summed = (slots.sum(dim=1) + gate.float().sigmoid() * shared.float()).to(dtype)
+    summed = (slots.sum(dim=1) + gate.float().sigmoid() * shared.float() + stream.float()).to(dtype)
 
     assert_close(out, call("_reference"), scale=4)
     assert_close(out, summed, scale=8)
@@ -48,6 +49,8 @@ def test_refusals(device):
     h = module.moe_decode_gate_up(x, weights[0], ids, kind="silu")
     with pytest.raises(ValueError, match=r"shared must be \[2, 32\]"):
         module.moe_decode_down(h, weights[1], ids, shared=torch.zeros(2, 16, device=device))
+    with pytest.raises(ValueError, match=r"residual must be \[2, 32\]"):
+        module.moe_decode_down(h, weights[1], ids, residual=torch.zeros(2, 16, device=device))
 
 
 def compile_cases():

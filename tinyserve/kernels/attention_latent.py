@@ -5,6 +5,10 @@ A key is W_k c and a value W_v c of one latent c that all heads share, so W_k mo
 one kv head, and the tile of latents that was the key is the value, too: it is loaded once. 2·Hq·(2 C + P) operations a
 position on (C + P)·2 bytes: with 128 heads, tensor cores and memory are busy alike.
 
+Both products are taken the other way round, keys by heads and latent numbers by heads. So the tile of latents is the
+wide side of the matrix instruction, which on Hopper reads it from shared memory: no register ever holds it, nor the
+queries. The denominators stay apart by key until the end, one reduction across warps a tile less.
+
 Each query token is one row of work with its own table and length, so a decode, a chunk of a prompt and a mixed batch
 are one case: the token at position p sees p + 1 keys. One program = (tile of heads, split of the keys, token). Splits,
 pages and the online softmax in base 2 are those of `attention_decode.py`.
@@ -21,11 +25,11 @@ import triton.language as tl
 from . import launch
 from .attention_decode import pages_of
 from .attention_merge import attention_merge
-from .launch import cdiv, choose, next_power_of_2, use_kernel
+from .launch import cdiv, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 from .pages import attend
 
-PROGRAMS = 264  # two for each processor of the largest device
-MOST_SPLITS = 128  # a program takes most of a processor's shared memory, so few are enough
+PROGRAMS = 132  # as many as run at once: one takes most of the shared memory of one of Hopper's processors
+MOST_SPLITS = 128
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The peak's first value. Finite, so that a row without any visible key gives exp2(-inf) = 0 and not NaN.
@@ -122,7 +126,10 @@ def _attention_latent_kernel(
     BLOCK_P: tl.constexpr,  # a power of two, at least P and 16
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
     token = tl.program_id(2).to(tl.int64)
@@ -146,9 +153,9 @@ def _attention_latent_kernel(
     q_c = tl.load(q_c_place, mask=real, other=0.0)
     q_pe_place = q_pe_ptr + token * q_pe_stride + head[:, None] * q_pe_head_stride + turning[None, :]
     q_pe = tl.load(q_pe_place, mask=(head < HQ)[:, None] & (turning < P)[None, :], other=0.0)
-    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    acc = tl.zeros([BLOCK_C, ROWS], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    totals = tl.zeros([TILE, ROWS], tl.float32)
 
     tables_ptr += tl.load(rows_ptr + token).to(tl.int64) * table_stride
     pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
@@ -156,17 +163,19 @@ def _attention_latent_kernel(
         pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
         c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE).to(q_c.dtype)
         pe = load_latents(cache_ptr + C, pages, key, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE).to(q_c.dtype)
-        logits = tl.dot(q_c, tl.trans(c), input_precision="ieee")
-        logits = tl.dot(q_pe, tl.trans(pe), logits, input_precision="ieee") * scale
-        logits = tl.where((key + tl.arange(0, TILE) < end)[None, :], logits, float("-inf"))
-        higher = tl.maximum(peak, tl.max(logits, axis=1))
-        weight = tl.exp2(logits - higher[:, None])
+        logits = tl.dot(c, tl.trans(q_c), input_precision="ieee")
+        logits = tl.dot(pe, tl.trans(q_pe), logits, input_precision="ieee") * scale
+        logits = tl.where((key + tl.arange(0, TILE) < end)[:, None], logits, float("-inf"))
+        higher = tl.maximum(peak, tl.max(logits, axis=0))
+        weight = tl.exp2(logits - higher[None, :])
         shrink = tl.exp2(peak - higher)
-        acc = tl.dot(weight.to(c.dtype), c, acc * shrink[:, None], input_precision="ieee")
-        peak, total = higher, total * shrink + tl.sum(weight, axis=1)
+        acc = tl.dot(tl.trans(c), weight.to(c.dtype), acc * shrink[None, :], input_precision="ieee")
+        totals = totals * shrink[None, :] + weight
+        peak = higher
         pages = pages_ahead
 
-    averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.sum(totals, axis=0)
+    averaged = tl.trans(acc / tl.where(total == 0.0, 1.0, total)[None, :])
     if LSE:
         tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=head < HQ)
     if SPLIT:
@@ -250,6 +259,7 @@ def _launch(queries, where, results, scale: float, max_seq_len: int) -> None:
         SPLIT=splits > 1,
         LSE=splits > 1 or total is not None,
         **options,
+        **overlap(q_c),
     )
     if splits > 1:
         attention_merge(target, lse, out=out)
@@ -282,17 +292,18 @@ def _check(q_c, q_pe, cache, block_tables, rows, lens, out) -> None:
 def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]:
     """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory."""
     tokens, heads, width = q_c.shape
-    device = launch.facts(q_c.device)
+    device, size = launch.facts(q_c.device), q_c.element_size()
     # Twice the heads of a tile halve what is read from L2. 64 fill Hopper's tensor cores, but Blackwell then needs more
     # shared memory for them than there is: a row of a tuned file may choose them.
-    wide = heads >= 64 and q_c.element_size() == 2 and device.backend == "cuda"
+    wide = heads >= 64 and size == 2 and device.backend == "cuda"
     rows = 32 if wide else 16
     block_c, block_p = max(16, next_power_of_2(width)), max(16, next_power_of_2(rotary))
-    room = (device.shared - 4096) // ((block_c + block_p) * q_c.element_size())
+    room = (device.shared - 4096) // ((block_c + block_p) * size)
+    spare = 0 if device.overlaps and size == 2 else 1  # Hopper's tensor cores read a tile while the next ones arrive
     tile, stages = next(
         (tile, stages)
         for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
-        if rows + max(stages - 1, 1) * tile <= room or (tile, stages) == (16, 1)
+        if rows + max(stages - spare, 1) * tile <= room or (tile, stages) == (16, 1)
     )
     default = {
         "ROWS": rows,

@@ -310,10 +310,12 @@ def merge_cut(parts, cut: Cut, where, sinks: torch.Tensor | None, out: torch.Ten
 
 def _launch(parts, where, sinks, out, grid, numbers, constants) -> None:
     heads, head_dim = out.shape[1:]
-    block_d = next_power_of_2(head_dim)
+    block_d, ragged = next_power_of_2(head_dim), constants["K"] == 0
     count = constants["K"] or 32
+    while not ragged and block_d > 64 and CHUNK // block_d < count:  # latents are wide: more programs, fewer turns
+        block_d //= 2
     default = {
-        "ROWS": 1 if grid[1] < 8 else 4,
+        "ROWS": 4 if ragged and grid[1] >= 8 else 1,  # of a cut, few programs have anything to do
         "BLOCK_K": min(next_power_of_2(count), max(CHUNK // block_d, 1)),
         "BLOCK_D": block_d,
         "num_warps": 1 if count <= 8 else 4,
@@ -329,7 +331,7 @@ def _launch(parts, where, sinks, out, grid, numbers, constants) -> None:
         heads,
         *numbers,
         D=head_dim,
-        RAGGED=constants["K"] == 0,
+        RAGGED=ragged,
         SINKS=sinks is not None,
         **constants,
         **options,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, choose, next_power_of_2, use_kernel
+from .launch import cdiv, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 
 def latent_write_reference(
@@ -93,7 +93,10 @@ def _latent_write_kernel(
     HEADS: tl.constexpr,  # query heads a program, a power of two
     BLOCK_C: tl.constexpr,  # a power of two, at least C
     BLOCK_P: tl.constexpr,  # a power of two, at least P
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * P
     turning = tl.arange(0, BLOCK_P)[None, :]
@@ -185,6 +188,7 @@ def _launch(inputs, outputs, *, eps: float, interleaved: bool) -> None:
         BLOCK_C=next_power_of_2(width),
         BLOCK_P=next_power_of_2(rotary),
         **options,
+        **overlap(q),
     )
 
 

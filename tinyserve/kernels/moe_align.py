@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import choose, next_power_of_2, use_kernel
+from .launch import choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 
 def moe_align_reference(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,10 @@ def _moe_align_kernel(
     num_slots,  # N
     experts,  # E
     BLOCK: tl.constexpr,  # ids at once; a power of two
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
@@ -78,5 +81,5 @@ def moe_align(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tens
     starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
     block = min(max(next_power_of_2(slots), 32), 2048)
     options = choose("moe_align", ids, {"BLOCK": block, "num_warps": max(block // 256, 1)}, slots=slots)
-    _moe_align_kernel[(experts,)](ids, order, starts, slots, experts, **options)
+    _moe_align_kernel[(experts,)](ids, order, starts, slots, experts, **options, **overlap(ids))
     return order, starts

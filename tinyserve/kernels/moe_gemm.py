@@ -9,6 +9,9 @@ So the grid depends on shapes only and a recorded graph serves every routing. Ga
 in registers: h is written once, activated. Weights are read once per tile of rows, from L2 after the first.
 
 With few tokens the time is that of reading the weights of the experts touched; with many it is 6·N·H·I multiply-adds.
+With SWAP the weights are the side of the matrix instruction that must be 64 wide, and the slots, of which an expert may
+have as few as one, the other. `invariant` takes tiles that depend on the weights' shape alone: then a slot's numbers
+are the same to the bit whatever shares its batch.
 
 Source: arXiv:2211.15841 (grouped products without padding); for "clamped_swiglu" gpt-oss's reference implementation.
 
@@ -23,7 +26,8 @@ import triton.language as tl
 
 from . import launch
 from .activation import KINDS, activate
-from .launch import cdiv, choose, next_power_of_2, use_kernel
+from .launch import cdiv, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .skinny_gemm import multiply
 
 ALPHA, LIMIT = 1.702, 7.0  # of "clamped_swiglu"; the kernel names them again
 GATED = (*KINDS, "clamped_swiglu")
@@ -145,8 +149,12 @@ def _moe_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,  # a power of two, at least E
+    SWAP: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     tiles_n: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     expert, first, end = _tile_of(starts_ptr, tl.program_id(0) // tiles_n, E, BLOCK_M, BLOCK_E)
     if first >= end:
@@ -156,14 +164,16 @@ def _moe_gate_up_kernel(
     k = tl.arange(0, BLOCK_K)
     slot = tl.load(order_ptr + row, mask=row < end, other=0)
     x_row = x_ptr + (slot // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_row = weight_ptr + expert.to(tl.int64) * (2 * INNER * H) + column[None, :] * H + k[:, None]
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    weight_row = weight_ptr + expert.to(tl.int64) * (2 * INNER * H) + column[:, None] * H + k[None, :]
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if SWAP else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = gate
     for at in tl.range(0, H, BLOCK_K, num_stages=STAGES):
         x = tl.load(x_row + at, mask=(row < end)[:, None] & (at + k < H)[None, :], other=0.0)
-        inside = (at + k < H)[:, None] & (column < INNER)[None, :]
-        gate = tl.dot(x, tl.load(weight_row + at, mask=inside, other=0.0), gate, input_precision="ieee")
-        up = tl.dot(x, tl.load(weight_row + INNER * H + at, mask=inside, other=0.0), up, input_precision="ieee")
+        inside = (column < INNER)[:, None] & (at + k < H)[None, :]
+        gate = multiply(tl.load(weight_row + at, mask=inside, other=0.0), x, gate, SWAP)
+        up = multiply(tl.load(weight_row + INNER * H + at, mask=inside, other=0.0), x, up, SWAP)
+    if SWAP:
+        gate, up = tl.trans(gate), tl.trans(up)
     if SCALES:
         scale = tl.load(scales_ptr + slot, mask=row < end, other=0.0)[:, None]
         gate *= scale
@@ -198,8 +208,12 @@ def _moe_down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,  # a power of two, at least E
+    SWAP: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     tiles_n: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     expert, first, end = _tile_of(starts_ptr, tl.program_id(0) // tiles_n, E, BLOCK_M, BLOCK_E)
     if first >= end:
@@ -208,12 +222,14 @@ def _moe_down_kernel(
     column = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     h_row = h_ptr + row.to(tl.int64)[:, None] * INNER + k[None, :]
-    weight_row = weight_ptr + expert.to(tl.int64) * (INNER * H) + column[None, :] * INNER + k[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    weight_row = weight_ptr + expert.to(tl.int64) * (INNER * H) + column[:, None] * INNER + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if SWAP else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
         h = tl.load(h_row + at, mask=(row < end)[:, None] & (at + k < INNER)[None, :], other=0.0)
-        inside = (at + k < INNER)[:, None] & (column < H)[None, :]
-        acc = tl.dot(h, tl.load(weight_row + at, mask=inside, other=0.0), acc, input_precision="ieee")
+        inside = (column < H)[:, None] & (at + k < INNER)[None, :]
+        acc = multiply(tl.load(weight_row + at, mask=inside, other=0.0), h, acc, SWAP)
+    if SWAP:
+        acc = tl.trans(acc)
     slot = tl.load(order_ptr + row, mask=row < end, other=0)
     if BIAS:
         acc += tl.load(bias_ptr + expert * H + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
@@ -234,6 +250,7 @@ def moe_gate_up(
     kind: str,
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Gate and up products of each slot, activated.
 
@@ -241,10 +258,10 @@ def moe_gate_up(
         x: [T, H]; rows may lie apart.
         weight: [E, 2 I, H], contiguous, in x's type: an expert's gate rows, then its up rows.
         order, starts: from `moe_align`.
-        top_k: K = N / T, slots of a token.
-        kind: one of GATED.
+        top_k: K = N / T, slots of a token.   kind: one of GATED.
         bias: [E, 2 I], contiguous, or None.
         scales: [T, K] float32 factors on the products, before the bias, or None (Llama-4 scales what enters an expert).
+        invariant: tiles must not depend on T.
 
     Returns:
         [N, I] in x's type, sorted as `order` is; rows of no expert hold anything.
@@ -256,13 +273,13 @@ def moe_gate_up(
         raise ValueError(f"moe_gate_up: unknown kind {kind!r}; known: {', '.join(GATED)}")
     if not use_kernel(x):
         return moe_gate_up_reference(x, weight, order, starts, top_k=top_k, kind=kind, bias=bias, scales=scales)
-    inner = weight.shape[1] // 2
     check_experts("moe_gate_up", x, weight, bias, scales, (len(order), x.shape[0] * top_k))
+    inner = weight.shape[1] // 2
     h = torch.empty((len(order), inner), dtype=x.dtype, device=x.device)
     if not h.numel():
         return h
-    options = _options("moe_gate_up", x, weight, len(order), inner)
-    grid = (_row_tiles(len(order), weight.shape[0], options["BLOCK_M"]) * cdiv(inner, options["BLOCK_N"]),)
+    options = _options("moe_gate_up", x, weight, len(order), inner, invariant)
+    grid = _grid(len(order), inner, weight.shape[0], options)
     _moe_gate_up_kernel[grid](
         x,
         weight,
@@ -279,8 +296,8 @@ def moe_gate_up(
         KIND=kind,
         BIAS=bias is not None,
         SCALES=scales is not None,
-        BLOCK_E=max(next_power_of_2(weight.shape[0]), 2),
         **options,
+        **overlap(x),
     )
     return h
 
@@ -295,6 +312,7 @@ def moe_down(
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     parts: bool = False,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Down products of each slot, weighted.
 
@@ -303,7 +321,7 @@ def moe_down(
         weight: [E, H, I], contiguous.   bias: [E, H], contiguous, or None.
         order, starts: from `moe_align`; every slot must belong to an expert.
         top_k: K.   scales: [T, K] float32 factors on the results, bias included, or None.
-        parts: leave the sum over choices to the next norm (kernels/norm.py).
+        parts: leave the sum over choices to the next norm (kernels/norm.py).   invariant: tiles must not depend on T.
 
     Returns:
         [T, K, H] in h's type; as parts, [K, T, H] in float32.
@@ -320,8 +338,8 @@ def moe_down(
     out = torch.empty(shape, dtype=torch.float32 if parts else h.dtype, device=h.device)
     if not out.numel():
         return out
-    options = _options("moe_down", h, weight, slots, width)
-    grid = (_row_tiles(slots, weight.shape[0], options["BLOCK_M"]) * cdiv(width, options["BLOCK_N"]),)
+    options = _options("moe_down", h, weight, slots, width, invariant)
+    grid = _grid(slots, width, weight.shape[0], options)
     _moe_down_kernel[grid](
         h,
         weight,
@@ -338,30 +356,41 @@ def moe_down(
         TOP_K=top_k,
         BIAS=bias is not None,
         SCALES=scales is not None,
-        BLOCK_E=max(next_power_of_2(weight.shape[0]), 2),
         **options,
+        **overlap(h),
     )
     return out
 
 
-def _row_tiles(slots: int, experts: int, rows: int) -> int:
-    """Tiles of rows, by `_tile_of`'s numbering: the last begins at most at slots // rows + experts - 1."""
-    return slots // rows + experts
+def _grid(slots: int, width: int, experts: int, options: dict[str, int]) -> tuple[int]:
+    """Programs. By `_tile_of`'s numbering the last tile of rows begins at most at slots // rows + experts - 1."""
+    return ((slots // options["BLOCK_M"] + experts) * cdiv(width, options["BLOCK_N"]),)
 
 
-def _options(kernel: str, x: torch.Tensor, weight: torch.Tensor, slots: int, width: int) -> dict[str, int]:
+def _options(
+    kernel: str, x: torch.Tensor, weight: torch.Tensor, slots: int, width: int, invariant: bool
+) -> dict[str, int]:
     """Tiles: measured ones, or by the rows of a mean expert, within the device's shared memory.
 
     Gate-up keeps two tiles of weights in flight, down one. From published tables for 128 experts of 768 on an H200:
     16 rows up to 128 tokens, 32 and 64 above, 128 from 1,024 on.
     """
     experts = weight.shape[0]
-    mean = slots // experts
-    rows = 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 64 else 128
-    device = launch.facts(x.device)
-    pair = 2 if kernel == "moe_gate_up" else 1
-    if x.element_size() == 4 or device.backend == "hip":
-        rows = min(rows, 32 if x.element_size() == 4 else 64)
+    shape = {"experts": experts, "width": width, "inputs": x.shape[1], "bytes": x.element_size()}
+    if invariant:
+        options = choose(f"{kernel}_invariant", x, _formula(kernel, x, 64, width), **shape)
+    else:
+        mean, most = slots // experts, 64 if launch.facts(x.device).backend == "hip" else 128
+        rows = min(16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 64 else 128, most)
+        options = choose(kernel, x, _formula(kernel, x, rows, width), slots=slots, **shape)
+    return options | {"BLOCK_E": max(next_power_of_2(experts), 2)}
+
+
+def _formula(kernel: str, x: torch.Tensor, rows: int, width: int) -> dict[str, int]:
+    """The largest tiles of weights and the most stages that fit beside so many slots."""
+    device, pair = launch.facts(x.device), 2 if kernel == "moe_gate_up" else 1
+    if x.element_size() == 4:
+        rows = min(rows, 32)
     sizes = ((64, 128, 3), (64, 64, 3), (64, 64, 2), (32, 64, 2), (32, 32, 2))
     room = (device.shared - 4096) // x.element_size()
     columns, k, stages = next(
@@ -369,15 +398,14 @@ def _options(kernel: str, x: torch.Tensor, weight: torch.Tensor, slots: int, wid
     )
     if device.backend == "cpu":
         columns, k, stages = 64, 64, 1  # the interpreter pays by the program
-    default = {
+    return {
         "BLOCK_M": rows,
         "BLOCK_N": min(columns, max(next_power_of_2(width), 16)),
         "BLOCK_K": min(k, max(next_power_of_2(x.shape[1]), 16)),
+        "SWAP": int(rows <= 32 and columns == 64 and width >= 64),
         "STAGES": stages,
         "num_warps": 8 if rows >= 128 else 4,
     }
-    shape = {"experts": experts, "slots": slots, "width": width, "inputs": x.shape[1], "bytes": x.element_size()}
-    return choose(kernel, x, default, **shape)
 
 
 def check_experts(name: str, x, weight, bias, scales, slots: tuple[int, int]) -> None:

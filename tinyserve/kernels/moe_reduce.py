@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, choose, next_power_of_2, use_kernel
+from .launch import cdiv, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 
 def moe_reduce_reference(
@@ -45,7 +45,10 @@ def _moe_reduce_kernel(
     SHARED: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -94,13 +97,21 @@ def moe_reduce(
         SHARED=shared is not None,
         GATE=gate is not None,
         **options,
+        **overlap(parts),
     )
     return out
 
 
-def check_shared(name: str, shape: tuple[int, int], shared: torch.Tensor | None, gate: torch.Tensor | None) -> None:
-    """Refuse a shared expert's output or gate that does not fit [T, H]. Raises: ValueError."""
+def check_shared(
+    name: str,
+    shape: tuple[int, int],
+    shared: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    *,
+    what: str = "shared",
+) -> None:
+    """Refuse a shared expert's output (or `what` is added) or gate that does not fit [T, H]. Raises: ValueError."""
     if shared is not None and (shared.shape != shape or not shared.is_contiguous()):
-        raise ValueError(f"{name}: shared must be {list(shape)}, contiguous, is {list(shared.shape)}")
+        raise ValueError(f"{name}: {what} must be {list(shape)}, contiguous, is {list(shared.shape)}")
     if gate is not None and (shared is None or gate.shape != (shape[0], 1) or not gate.is_contiguous()):
         raise ValueError(f"{name}: a gate is [{shape[0]}, 1] and comes with shared")

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, use_kernel
+from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
 KINDS = ("softmax", "sigmoid", "sparsemixer")
 JITTER = 0.01  # of "sparsemixer": experts within twice this share of the best one count as nearly as good
@@ -120,7 +120,10 @@ def _moe_router_kernel(
     BLOCK_E: tl.constexpr,  # a power of two, at least E
     BLOCK_K: tl.constexpr,  # a power of two, at least K
     BLOCK_G: tl.constexpr,  # a power of two, at least GROUPS
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_inputs(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, BLOCK_E)[None, :]
     inside = (row < num_tokens) & (expert < E)
@@ -209,8 +212,8 @@ def moe_router(
 def _launch(logits, weights, ids, *, top_k, kind, bias, groups, top_groups, group_best, renormalise, scale) -> None:
     tokens, experts = logits.shape
     block = max(next_power_of_2(experts), 2)
-    # One token a program while there are few: the rows of a program are worked off together, not one after another.
-    default = {"ROWS": 1 if tokens <= 1024 else 4, "num_warps": 1 if block <= 128 else 4}
+    # The same for any number of tokens, so that a token's weights do not depend on how many stand beside it.
+    default = {"ROWS": 1, "num_warps": 1 if block <= 128 else 4}
     options = choose("moe_router", logits, default, tokens=tokens, experts=experts)
     plain = kind == "sparsemixer"
     _moe_router_kernel[(cdiv(tokens, options["ROWS"]),)](
@@ -234,6 +237,7 @@ def _launch(logits, weights, ids, *, top_k, kind, bias, groups, top_groups, grou
         BLOCK_K=max(next_power_of_2(top_k), 2),
         BLOCK_G=max(next_power_of_2(groups), 2),
         **options,
+        **overlap(logits),
     )
 
 

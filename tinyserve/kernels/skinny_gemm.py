@@ -44,7 +44,7 @@ def skinny_gemm_reference(
 
 
 @triton.jit
-def _multiply(weight, x, total, SWAP: tl.constexpr):
+def multiply(weight, x, total, SWAP: tl.constexpr):
     """total + weight · xᵀ if SWAP, else total + x · weightᵀ; weight [rows, K], x [tokens, K]."""
     if SWAP:
         total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
@@ -103,10 +103,10 @@ def _skinny_gemm_kernel(
         else:
             x = tl.load(x_row + column, mask=(token[:, None] < M) & (column < K), other=0.0)
             weight = tl.load(weight_row + column, mask=column < K, other=0.0)
-        total = _multiply(weight, x, total, SWAP)
+        total = multiply(weight, x, total, SWAP)
         if GATE != "":
             up = tl.load(up_row + column) if EVEN else tl.load(up_row + column, mask=column < K, other=0.0)
-            total_up = _multiply(up, x, total_up, SWAP)
+            total_up = multiply(up, x, total_up, SWAP)
 
     if SWAP:
         total = tl.trans(total)

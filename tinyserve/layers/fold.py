@@ -5,11 +5,11 @@ GPU a step of one token spends a third of a small model's time on starting and d
 their neighbours' work on the side (kernels/gemv.py). So a norm hands on a `Normed`, which the next product works out
 itself, and a block hands on a `Product`, which the next norm launches because only it knows the stream to add to:
 
-    x, h = norm.fold(x, delta)     delta: Product     launches delta's product, with x added in its kernel
+    x, h = norm.fold(x, delta)     delta: Pending     launches delta's product, with x added in its kernel
                                    h: Normed          not computed yet if the step has one token
-    block(h) -> Product            Normed in, Product out; a tensor in, a tensor out
+    block(h) -> Pending            Normed in, Pending out; a tensor in, a tensor out
 
-With more tokens the norm is a kernel of its own, h holds its value, and a Product may be left in parts that the norm
+With more tokens the norm is a kernel of its own, h holds its value, and a Pending may be left in parts that the norm
 adds up. On the CPU, and for formats that cannot fold (`Linear.folds`), `fold` is `add`: tensors everywhere.
 
 Before: linear.py.  After: norm.py, attention.py, mlp.py, and the layers of models that call `fold`.
@@ -48,24 +48,36 @@ class Normed:
         return rms_norm(self.x, self.weight, self.eps, offset=self.offset) if self.done is None else self.done
 
 
+class Pending:
+    """The last kernel of a block, not launched yet."""
+
+    def onto(self, stream: Tensor) -> Tensor:
+        """stream + result, [1, outputs], in one kernel; for one row."""
+        raise NotImplementedError
+
+    def parts(self) -> Tensor:
+        """[T, outputs], or parts [P, T, outputs] float32 that add up to it."""
+        raise NotImplementedError
+
+
 @frozen(eq=False)
-class Product:
-    """A product that has not been launched: `layer` times x [T, inputs]. The layer's format folds."""
+class Product(Pending):
+    """`layer` times x [T, inputs]. The layer's format folds."""
 
     layer: Linear
     x: Tensor
 
     def onto(self, stream: Tensor) -> Tensor:
-        """stream + product, [1, outputs], in one kernel; for one row."""
+        """stream + product, [1, outputs]"""
         return self.layer.format.product(self.x, self.layer, residual=stream)
 
     def parts(self) -> Tensor:
-        """[T, outputs], or parts [P, T, outputs] float32 that add up to it."""
+        """[T, outputs], or parts."""
         return self.layer.format.product(self.x, self.layer, parts=True)
 
 
 Delta = (
-    Tensor | Product | None
+    Tensor | Pending | None
 )  # what a layer hands to the next one: not added to the stream yet; None before the first
 
 

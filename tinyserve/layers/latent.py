@@ -166,7 +166,9 @@ class LatentAttention(nn.Module):
             out=mixed.transpose(0, 1),
             lse=lse,
         )
-        return torch.bmm(mixed, self.kv_up.values.transpose(1, 2)).transpose(0, 1)
+        out = q_nope.new_empty(len(q_pe), self.sizes.heads, self.sizes.value)
+        torch.bmm(mixed, self.kv_up.values.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
     def _over_step(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, batch: Batch) -> Tensor:
         """Attend where some sequences have several tokens: over each other, and over what was in the cache before."""

@@ -3,7 +3,8 @@
     router -> weights, ids --> few tokens:  moe_decode_gate_up -> moe_decode_down                          3 launches
                            '-> many tokens: moe_align -> moe_gate_up -> moe_down -> moe_reduce             4 launches
 
-Without a shared expert, and up to MOST_PARTS tokens, the last sum is the next norm's (fold.py): one launch less.
+The last sum is left to the next norm where that saves a launch (fold.py): of few tokens the addition to the stream,
+of up to MOST_PARTS tokens without a shared expert the sum over choices.
 
 All experts of a layer lie in one tensor, so that one launch reaches any of them. A checkpoint stores them one by one;
 the loader sees an `ExpertLinear` as a fused layer with E times as many parts.
@@ -15,7 +16,10 @@ Source: arXiv:1701.06538; arXiv:2401.06066 (shared experts).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from ..kernels.launch import use_kernel
@@ -24,7 +28,7 @@ from ..kernels.moe_decode import MOST_SLOTS, moe_decode_down, moe_decode_gate_up
 from ..kernels.moe_gemm import moe_down, moe_gate_up
 from ..kernels.moe_reduce import moe_reduce
 from ..quant.format import Stored, place
-from .fold import Normed
+from .fold import Normed, Pending
 from .linear import Linear
 from .mlp import GatedMLP
 from .routing import Router, Routing
@@ -84,6 +88,21 @@ class ExpertLinear(nn.Module):
         return f"{self.experts} x ({self.inputs} -> {'+'.join(map(str, self.pieces))})"
 
 
+@frozen(eq=False)
+class Choices(Pending):
+    """The products of the experts of a few tokens, added up. last: `moe_decode_down` without a residual."""
+
+    last: partial[Tensor]
+
+    def onto(self, stream: Tensor) -> Tensor:
+        """stream + sum, [1, H]"""
+        return self.last(residual=stream)
+
+    def parts(self) -> Tensor:
+        """[T, H]"""
+        return self.last()
+
+
 class Experts(nn.Module):
     """down(act(gate(x)) * up(x)) of E experts.
 
@@ -92,6 +111,9 @@ class Experts(nn.Module):
         kind: the activation, of kernels/moe_gemm.py::GATED.
         bias: whether gate, up and down have biases.
         scale_inputs: the routing weight multiplies what goes into an expert, not what comes out (Llama 4).
+
+    Attributes:
+        invariant: a token's numbers have the same bits whatever shares its batch.
     """
 
     def __init__(
@@ -107,6 +129,7 @@ class Experts(nn.Module):
         super().__init__()
         self.kind = kind
         self.scale_inputs = scale_inputs
+        self.invariant = False
         self.gate_up = ExpertLinear(experts, hidden, (inner, inner), bias=bias)
         self.down = ExpertLinear(experts, inner, (hidden,), bias=bias)
 
@@ -117,14 +140,14 @@ class Experts(nn.Module):
         *,
         shared: Tensor | None = None,
         gate: Tensor | None = None,
-        parts: bool = False,
-    ) -> Tensor:
+        folds: bool = False,
+    ) -> Tensor | Choices:
         """Run the experts.
 
         Args:
             x: [T, H].   routed: weights and ids, [T, K] each.
             shared: [T, H], the shared expert's output, or None.   gate: [T, 1] before its sigmoid, or None.
-            parts: whether the result may be parts for the next norm.
+            folds: whether the next norm takes what is Pending, or in parts.
 
         Returns:
             [T, H], or float32 parts [K, T, H] that add up to it.
@@ -132,13 +155,15 @@ class Experts(nn.Module):
         weights, ids = routed
         before = {"kind": self.kind, "bias": self.gate_up.bias, "scales": weights if self.scale_inputs else None}
         after = {"bias": self.down.bias, "scales": None if self.scale_inputs else weights}
-        if use_kernel(x) and ids.numel() <= MOST_SLOTS:
+        if use_kernel(x) and ids.numel() <= MOST_SLOTS and not self.invariant:
             h = moe_decode_gate_up(x, self.gate_up.weight, ids, **before)
-            return moe_decode_down(h, self.down.weight, ids, shared=shared, gate=gate, **after)
-        sorted_slots = moe_align(ids, self.gate_up.experts)
-        parts = parts and shared is None and len(ids) <= MOST_PARTS
-        h = moe_gate_up(x, self.gate_up.weight, *sorted_slots, top_k=ids.shape[1], **before)
-        out = moe_down(h, self.down.weight, *sorted_slots, top_k=ids.shape[1], parts=parts, **after)
+            last = partial(moe_decode_down, h, self.down.weight, ids, shared=shared, gate=gate, **after)
+            return Choices(last) if folds else last()
+        order, starts = moe_align(ids, self.gate_up.experts)
+        given = {"top_k": ids.shape[1], "invariant": self.invariant}
+        parts = folds and shared is None and len(ids) <= MOST_PARTS and not self.invariant
+        h = moe_gate_up(x, self.gate_up.weight, order, starts, **before, **given)
+        out = moe_down(h, self.down.weight, order, starts, parts=parts, **after, **given)
         return out if parts else moe_reduce(out, shared, gate)
 
 
@@ -168,10 +193,10 @@ class MoE(nn.Module):
         self.shared = shared
         self.shared_gate = Linear(hidden, (1,)) if shared_gate else None
 
-    def forward(self, given: Tensor | Normed) -> Tensor:
+    def forward(self, given: Tensor | Normed) -> Tensor | Choices:
         """[T, H] -> [T, H]; for a Normed perhaps float32 parts [K, T, H], which the next norm adds up."""
         folds = isinstance(given, Normed)
         x = given.value() if folds else given
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
-        return self.experts(x, self.router(x), shared=shared, gate=gate, parts=folds)
+        return self.experts(x, self.router(x), shared=shared, gate=gate, folds=folds)

@@ -17,7 +17,7 @@ from ..kernels.launch import use_kernel
 from ..kernels.layer_norm import add_layer_norm, layer_norm
 from ..kernels.norm import add_rms_norm, rms_norm
 from ..quant.format import Stored
-from .fold import Normed, Product
+from .fold import Normed, Pending
 
 
 class RMSNorm(nn.Module):
@@ -64,15 +64,15 @@ class RMSNorm(nn.Module):
         """[T, H] -> [T, H]"""
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
-    def add(self, x: Tensor, delta: Tensor | Product | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Tensor | Pending | None) -> tuple[Tensor, Tensor]:
         """Return the stream x + delta, and its norm. delta: what the last block computed; None before the first."""
-        if isinstance(delta, Product):
+        if isinstance(delta, Pending):
             x, delta = (delta.onto(x), None) if x.shape[0] == 1 else (x, delta.parts())
         if delta is None:
             return x, rms_norm(x, self.weight, self.eps, offset=self.offset)
         return add_rms_norm(x, delta, self.weight, self.eps, offset=self.offset)
 
-    def fold(self, x: Tensor, delta: Tensor | Product | None) -> tuple[Tensor, Tensor | Normed]:
+    def fold(self, x: Tensor, delta: Tensor | Pending | None) -> tuple[Tensor, Tensor | Normed]:
         """As `add`, for a block that can take the norm into its products: on a GPU the norm comes as a Normed."""
         if not use_kernel(x):
             return self.add(x, delta)

@@ -21,8 +21,10 @@ from ..kv.storage import layer_view
 from ..layers.attention import Attention, Batch, LayerCache
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
+from ..layers.moe import ExpertLinear, Experts
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rope import Alibi, Rope
+from ..layers.routing import Router
 from ..quant.plain import Plain
 from .alike import needed
 from .config import ModelConfig
@@ -113,18 +115,18 @@ class Decoder(nn.Module):
     def make_invariant(self) -> None:
         """From now on a row's numbers have the same bits whatever shares its batch; on a GPU, and slower.
 
-        Raises: UnsupportedModel: it has products that cannot promise this: quantised ones, and those of experts.
+        Raises: UnsupportedModel: it has products that cannot promise this: quantised ones, those of latent attention.
         """
         for name, module in self.named_modules():
-            if isinstance(module, Attention):
+            if isinstance(module, Attention | Experts):
                 module.invariant = True
-            plain = isinstance(module, Linear) and type(module.format) is Plain
+            plain = isinstance(module, Linear | Router) and type(module.format) is Plain
             if plain:
                 module.format = Plain(invariant=True)
             if isinstance(module, Linear) and not plain:
                 raise UnsupportedModel(f"--batch-invariant is not built for the quantised products of {name} yet.")
             matrices = [one for one in module.parameters(recurse=False) if one.dim() > 1]
-            if matrices and not plain and not isinstance(module, Embedding):
+            if matrices and not plain and not isinstance(module, Embedding | ExpertLinear):
                 raise UnsupportedModel(f"--batch-invariant is not built for the products of {name} yet.")
 
     def forward(self, batch: Batch) -> Tensor:
