@@ -72,24 +72,42 @@ def variants(case: Case) -> Iterator[dict]:
     """What to try for a case."""
     tokens = case.tags["tokens"]
     if case.kernel == "moe_decode_gate_up":
-        for rows, block, warps in ((1, 1024, 2), (2, 1024, 4), (1, 2048, 4), (4, 512, 4), (2, 512, 2)):
+        for rows, block, warps in ((1, 1024, 2), (1, 1024, 4), (2, 1024, 4), (1, 2048, 4), (4, 512, 4), (2, 512, 2)):
             yield {"ROWS": rows, "BLOCK": block, "num_warps": warps}
     elif case.kernel == "moe_decode_down":
-        for rows, block, warps in ((8, 256, 4), (4, 256, 2), (16, 256, 4), (8, 128, 2), (4, 768, 4), (16, 128, 4)):
+        for rows, block, warps in (
+            (1, 1024, 4), (1, 1024, 8), (1, 256, 1), (1, 256, 2), (1, 256, 4), (2, 256, 4), (2, 1024, 8), (4, 256, 4),
+        ):  # fmt: skip
             yield {"ROWS": rows, "BLOCK": block, "num_warps": warps}
     elif case.kernel in ("moe_gate_up", "moe_down"):
-        for rows in (16, 32) if tokens <= 128 else (32, 64) if tokens <= 512 else (64, 128):
-            for columns, k, stages in ((64, 128, 3), (128, 64, 3), (128, 64, 4), (64, 64, 4), (32, 128, 3)):
-                yield {
-                    "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": k, "STAGES": stages,
-                    "num_warps": 8 if rows == 128 else 4,
-                }  # fmt: skip
+        for rows, columns, k, swap, stages, warps in tiles(tokens):
+            yield {
+                "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": k, "SWAP": swap, "STAGES": stages, "num_warps": warps,
+            }  # fmt: skip
     elif case.kernel == "moe_align":
         for block, warps in ((512, 2), (1024, 4), (2048, 8), (4096, 8)):
             yield {"BLOCK": block, "num_warps": warps}
     elif case.kernel == "moe_router":
-        for rows, warps in ((1, 1), (1, 2), (2, 1), (4, 4)):
+        for rows, warps in ((1, 1), (1, 2), (1, 4)):
             yield {"ROWS": rows, "num_warps": warps}
+
+
+def tiles(tokens: int) -> tuple[tuple[int, ...], ...]:
+    """BLOCK_M, BLOCK_N, BLOCK_K, SWAP, STAGES and warps to try for a grouped product of so many tokens."""
+    if tokens <= 128:
+        return (
+            (16, 64, 128, 1, 3, 4), (16, 64, 128, 1, 4, 4), (16, 64, 64, 1, 5, 4), (16, 64, 256, 1, 2, 4),
+            (16, 128, 64, 1, 3, 4), (16, 128, 128, 1, 2, 8), (16, 32, 128, 0, 4, 4), (16, 64, 128, 0, 3, 4),
+        )  # fmt: skip
+    if tokens <= 512:
+        return (
+            (16, 64, 128, 1, 3, 4), (32, 64, 128, 1, 3, 4), (32, 64, 64, 1, 5, 4), (32, 128, 64, 1, 3, 8),
+            (32, 64, 64, 0, 4, 4), (64, 64, 64, 1, 4, 4), (64, 64, 64, 0, 4, 4), (64, 128, 64, 0, 3, 8),
+        )  # fmt: skip
+    return (
+        (64, 128, 64, 0, 3, 4), (64, 128, 64, 0, 4, 8), (128, 64, 64, 0, 4, 4), (128, 64, 64, 0, 4, 8),
+        (128, 64, 128, 0, 3, 8), (128, 128, 64, 0, 3, 8), (128, 128, 64, 0, 4, 8), (128, 256, 64, 0, 3, 8),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
