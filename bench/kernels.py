@@ -57,8 +57,7 @@ def compile_share(part, number: int, processes: int, only: str, tune: str | None
                         case.calls[0]()
 
 
-def compile_ahead(name: str, only: str, tune: str | None) -> None:
-    processes = max(1, min(14, len(os.sched_getaffinity(0)) - 2))
+def compile_ahead(name: str, only: str, tune: str | None, processes: int) -> None:
     command = [sys.executable, __file__, name, "--only", only, *(["--tune", tune] if tune else []), "--compile"]
     running = [subprocess.Popen([*command, f"{number}/{processes}"]) for number in range(processes)]
     for one in running:
@@ -92,6 +91,10 @@ def main() -> None:
     parser.add_argument("--tune", default=None, help="a regular expression: cases to try block sizes for")
     parser.add_argument("--only", default="", help="a regular expression: cases to measure")
     parser.add_argument("--out", type=Path, default=None)
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--processes", type=int, default=max(1, min(14, cores - 2)), help="to compile with; 0: as needed"
+    )
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     part = importlib.import_module(PARTS[arguments.part])
@@ -100,7 +103,7 @@ def main() -> None:
         return compile_share(part, number, processes, arguments.only, arguments.tune)
 
     started = time.monotonic()
-    compile_ahead(arguments.part, arguments.only, arguments.tune)
+    compile_ahead(arguments.part, arguments.only, arguments.tune, arguments.processes)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     torch.set_default_device("cuda")
     torch.manual_seed(0)
