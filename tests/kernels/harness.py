@@ -163,8 +163,8 @@ def compile_only(target: str) -> Iterator[list[Built]]:
         AssertionError: at the end, if a kernel takes more shared memory than the target has.
     """
     goal, built, seen, run = TARGETS[target], [], set(), JITFunction.run
-    overlaps = goal.gpu.backend == "cuda" and goal.gpu.arch >= 90
-    facts = launch.DeviceFacts(target, goal.gpu.backend, goal.shared, 132, overlaps, goal.gpu.warp_size)
+    arch = goal.gpu.arch if goal.gpu.backend == "cuda" else 0
+    facts = launch.DeviceFacts(target, goal.gpu.backend, goal.shared, 132, arch >= 90, goal.gpu.warp_size, arch)
 
     def compile_it(self, *args, grid, warmup, **kwargs):
         if self not in seen:  # a kernel keeps what it compiled by device number, and that is 0 for every target

@@ -293,17 +293,21 @@ def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]
     """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory."""
     tokens, heads, width = q_c.shape
     device, size = launch.facts(q_c.device), q_c.element_size()
-    # Twice the heads of a tile halve what is read from L2. 64 fill Hopper's tensor cores, but Blackwell then needs more
-    # shared memory for them than there is: a row of a tuned file may choose them.
-    wide = heads >= 64 and size == 2 and device.backend == "cuda"
+    # Twice the heads of a tile halve what is read from L2. 64 fill Hopper's tensor cores: a row of a tuned file may
+    # choose them.
+    half = size == 2 and device.backend == "cuda"
+    wide = heads >= 64 and half
     rows = 32 if wide else 16
     block_c, block_p = max(16, next_power_of_2(width)), max(16, next_power_of_2(rotary))
     room = (device.shared - 4096) // ((block_c + block_p) * size)
-    spare = 0 if device.overlaps and size == 2 else 1  # Hopper's tensor cores read a tile while the next ones arrive
+    spare = 0 if half and device.arch == 90 else 1  # Hopper's tensor cores read a tile while the next ones arrive
+    sizes = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
+    if half and device.arch // 10 == 10:  # Blackwell's want copies of their own
+        sizes = sizes[2:]
     tile, stages = next(
         (tile, stages)
-        for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
-        if rows + max(stages - spare, 1) * tile <= room or (tile, stages) == (16, 1)
+        for tile, stages in sizes
+        if rows + max(stages - spare, 1) * tile <= room or (tile, stages) == sizes[-1]
     )
     default = {
         "ROWS": rows,

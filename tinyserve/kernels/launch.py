@@ -63,6 +63,7 @@ class DeviceFacts:
         processors: multiprocessors, that is programs which run at once if each needs a whole one.
         overlaps: whether kernels may be launched before the one in front has ended.
         lanes: threads of a warp: 32, but 64 on AMD's gfx9, which also has twice the registers of gfx11.
+        arch: of NVIDIA's devices the number behind sm_, 0 of others: says which matrix instructions there are.
     """
 
     name: str
@@ -71,6 +72,7 @@ class DeviceFacts:
     processors: int
     overlaps: bool = False
     lanes: int = 32
+    arch: int = 0
 
 
 @frozen
@@ -235,6 +237,7 @@ def facts(device: torch.device) -> DeviceFacts:
         processors=properties["multiprocessor_count"],
         overlaps=target.backend == "cuda" and target.arch >= 90,
         lanes=target.warp_size,
+        arch=target.arch if target.backend == "cuda" else 0,
     )
 
 
