@@ -139,6 +139,7 @@ def _attention_latent_kernel(
     real = (head < HQ)[:, None] & (column < C)[None, :]
 
     length = tl.load(lens_ptr + token)
+    row = tl.load(rows_ptr + token).to(tl.int64)
     share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
     begin = split * share
     end = tl.minimum(begin + share, length)
@@ -157,14 +158,18 @@ def _attention_latent_kernel(
     peak = tl.full([ROWS], LOWEST, tl.float32)
     totals = tl.zeros([TILE, ROWS], tl.float32)
 
-    tables_ptr += tl.load(rows_ptr + token).to(tl.int64) * table_stride
+    tables_ptr += row * table_stride
     pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
+    # The rotated parts are carried in registers, one tile ahead: shared memory holds three tiles of c beside the
+    # queries, not three of both, and with two nothing is loaded while a tile is multiplied.
+    pe = load_latents(cache_ptr + C, pages, begin, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE)
     for key in tl.range(begin, end, TILE, num_stages=STAGES):
-        pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
+        ahead = key + TILE
+        pages_ahead = pages_of(tables_ptr, ahead, end, PAGE, TILE)
         c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE).to(q_c.dtype)
-        pe = load_latents(cache_ptr + C, pages, key, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE).to(q_c.dtype)
-        logits = tl.dot(c, tl.trans(q_c), input_precision="ieee")
-        logits = tl.dot(pe, tl.trans(q_pe), logits, input_precision="ieee") * scale
+        logits = tl.dot(pe.to(q_c.dtype), tl.trans(q_pe), input_precision="ieee")
+        pe = load_latents(cache_ptr + C, pages_ahead, ahead, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE)
+        logits = tl.dot(c, tl.trans(q_c), logits, input_precision="ieee") * scale
         logits = tl.where((key + tl.arange(0, TILE) < end)[:, None], logits, float("-inf"))
         higher = tl.maximum(peak, tl.max(logits, axis=0))
         weight = tl.exp2(logits - higher[None, :])
@@ -299,16 +304,15 @@ def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]
     wide = heads >= 64 and half
     rows = 32 if wide else 16
     block_c, block_p = max(16, next_power_of_2(width)), max(16, next_power_of_2(rotary))
-    room = (device.shared - 4096) // ((block_c + block_p) * size)
     spare = 0 if half and device.arch == 90 else 1  # Hopper's tensor cores read a tile while the next ones arrive
     sizes = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
     if half and device.arch // 10 == 10:  # Blackwell's want copies of their own
         sizes = sizes[2:]
-    tile, stages = next(
-        (tile, stages)
-        for tile, stages in sizes
-        if rows + max(stages - spare, 1) * tile <= room or (tile, stages) == sizes[-1]
-    )
+
+    def taken(tile: int, stages: int) -> int:
+        return (max(stages - spare, 1) * tile * block_c + tile * block_p + rows * (block_c + block_p)) * size
+
+    tile, stages = next(pair for pair in sizes if taken(*pair) <= device.shared - 4096 or pair == sizes[-1])
     default = {
         "ROWS": rows,
         "BLOCK_C": block_c,
@@ -317,4 +321,5 @@ def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]
         "STAGES": stages,
         "num_warps": 8 if wide else 4,
     }
-    return choose("attention_latent", q_c, default, heads=heads, width=width, tokens=tokens, max_seq_len=max_seq_len)
+    shape = {"heads": heads, "width": width, "tokens": tokens, "max_seq_len": max_seq_len, "bytes": size}
+    return choose("attention_latent", q_c, default, **shape)

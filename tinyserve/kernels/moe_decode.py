@@ -24,7 +24,7 @@ from .launch import cdiv, choose, next_power_of_2, overlap, start_next, use_kern
 from .moe_gemm import GATED, check_experts, gated, gated_reference
 from .moe_reduce import add_shared, check_shared
 
-MOST_SLOTS = 64  # from here on sorting pays: slots share experts
+MOST_SLOTS = 16  # beyond, sorting pays. H200, 128 experts, top 8: 4 tokens take 81 us here and 76 sorted, one 26 and 32
 
 
 def moe_decode_gate_up_reference(

