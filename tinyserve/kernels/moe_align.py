@@ -79,7 +79,7 @@ def moe_align(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tens
     slots = ids.numel()
     order = torch.empty(slots, dtype=torch.int32, device=ids.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    block = min(max(next_power_of_2(slots), 32), 8192)
+    block = min(max(next_power_of_2(slots), 32), 4096)
     options = choose("moe_align", ids, {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}, slots=slots)
     _moe_align_kernel[(experts,)](ids, order, starts, slots, experts, **options, **overlap(ids))
     return order, starts
