@@ -11,8 +11,7 @@ queries. The denominators stay apart by key until the end, one reduction across 
 
 Hopper's shared memory holds two tiles beside the queries. With two, Triton asks for the next one only behind the last
 product of a tile, so that loads and products take turns: 65 % of the memory's speed. Carrying the rotated parts in
-registers makes room for three and gave 73 %, but wrong numbers: what is stored to shared memory for a product there is
-fenced behind the barrier, not before it (Triton 3.6).
+registers makes room for three tiles and gave 73 %, but wrong numbers on the device, for a reason that is not known yet.
 
 Each query token is one row of work with its own table and length, so a decode, a chunk of a prompt and a mixed batch
 are one case: the token at position p sees p + 1 keys. One program = (tile of heads, split of the keys, token). Splits,
