@@ -372,7 +372,7 @@ def _options(
 ) -> dict[str, int]:
     """Tiles: measured ones, or by the rows of a mean expert, within the device's shared memory.
 
-    Measured with 128 experts of 768 on an H200: 16 rows up to 128 tokens, 32 at 256, 128 from 1,024 on.
+    Measured with 128 experts of 768, top 8, on an H200: 16 rows up to 128 tokens, 32 at 256, 128 at 8,192.
     """
     experts = weight.shape[0]
     shape = {"experts": experts, "width": width, "inputs": x.shape[1], "bytes": x.element_size()}
