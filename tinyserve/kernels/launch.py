@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
+from attrs import field, frozen
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 from triton.runtime.jit import JITCallable
@@ -79,11 +79,8 @@ class DeviceFacts:
 class Variant:
     """One kernel for one combination of types and constants, not compiled yet. data: Triton's own description."""
 
-    kernel: Any
+    kernel: Any = field(eq=id)  # Triton's own hash of a kernel is slow, and waits for `settle_key`
     data: str
-
-    def __attrs_post_init__(self) -> None:
-        settle_key(self.kernel)
 
 
 @contextlib.contextmanager
@@ -178,6 +175,7 @@ class Loading:
         return len(self._jobs)
 
     def _make(self, variant: Variant) -> None:
+        settle_key(variant.kernel)
         kernel = variant.kernel.preload(variant.data)
         if self._load:
             kernel.run  # noqa: B018  where Triton loads it, with a little module in C for its signature
