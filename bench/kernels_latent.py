@@ -101,7 +101,7 @@ def variants(case: Case) -> Iterator[dict]:
     if case.kernel != "attention_latent":
         return
     for row in (16,) if case.tags["heads"] == 16 else (32, 64):
-        for tile, stages, warps in ((64, 2, 4), (64, 2, 8), (32, 3, 4), (32, 4, 8)):
+        for tile, stages, warps in ((64, 2, 4), (64, 2, 8), (32, 2, 4), (32, 3, 4), (32, 4, 8)):
             yield {"ROWS": row, "TILE": tile, "STAGES": stages, "num_warps": warps}
 
 
