@@ -14,6 +14,7 @@ LAYOUTS = {
     "int4-32": (4, "int", 32, True),
     "int4-48": (4, "int", 48, True),
     "int2-16": (2, "int", 16, True),
+    "int4-32-added": (4, "int", 32, "added"),
     "int8-row": (8, "int", 0, 0),
     "uint8-32": (8, "uint", 32, True),
     "fp8-row": (8, "e4m3", 0, 0),
@@ -39,18 +40,23 @@ def weight_of(name, rows, columns, *, device, seed=1):
             codes = codes.view(torch.int8)
         spread = {"e4m3": 0.01, "int": 4 * 2.0**-bits, "uint": 2.0**-6}[kind] * columns**-0.5
         scales = randn(rows, count, dtype=torch.float16, device="cpu", spread=spread, seed=2)
-        middle = torch.full((rows, count), 2 ** (bits - 1), dtype=torch.uint8) if zeros is True else None
+        middle = (
+            torch.full((rows, count), 2 ** (bits - 1), dtype=torch.uint8) if zeros is True or zeros == "added" else None
+        )
         if middle is not None:
             middle[::2] -= 1
         group = torch.arange(columns) // width if width else torch.zeros(columns, dtype=torch.int64)
+        added = zeros == "added"
+        if added:
+            middle = -middle.half() * scales
         subtract = float(zeros) if middle is None else middle.float()[:, group]
-        dense = (numbers(codes) - subtract) * scales.float()[:, group]
+        dense = (numbers(codes) - (0 if added else subtract)) * scales.float()[:, group] + (subtract if added else 0)
         packed = codes if bits == 8 else tiled(codes, bits, tile_of(width))
     kind = "int" if kind == "uint" else kind
     scales = scales if count % 2 == 0 else scales.float()
     middle = None if middle is None else middle.to(scales.dtype)
     given = [None if one is None else one.to(device) for one in (packed, scales, middle)]
-    return Packed(*given, columns, bits, width, kind, 0 if zeros is True else zeros), dense
+    return Packed(*given, columns, bits, width, kind, zeros if middle is None else 0, added), dense
 
 
 def test_words_hold_pieces_of_a_tile():
@@ -91,5 +97,5 @@ def meta_weight(name, rows, columns):
     dtype = torch.int16 if bits < 8 else torch.float8_e4m3fn if kind == "e4m3" else torch.int8
     codes = torch.empty(rows, columns if bits == 8 else -(-columns // tile) * tile * bits // 16, dtype=dtype)
     scales = torch.empty(rows, count, dtype=torch.float16)
-    middle = torch.empty(rows, count, dtype=torch.float16) if zeros is True else None
-    return Packed(codes, scales, middle, columns, bits, width, kind, 0 if zeros is True else zeros)
+    middle = torch.empty(rows, count, dtype=torch.float16) if zeros is True or zeros == "added" else None
+    return Packed(codes, scales, middle, columns, bits, width, kind, zeros if middle is None else 0, zeros == "added")

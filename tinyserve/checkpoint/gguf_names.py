@@ -16,8 +16,10 @@ from attrs import frozen
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..quant.codes import Codes, Scheme
 from .dequantize import PLAIN, decode
 from .gguf import GGUFFile, GGUFTensor
+from .gguf_codes import KEPT, codes_of
 
 # GGUF module -> module of a Hugging Face checkpoint; {} is the layer, # an expert of a tensor that holds all of them.
 NAMES = {
@@ -130,6 +132,16 @@ class GGUFStored:
     @property
     def nbytes(self) -> int:
         return self.tensor.data.nbytes
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """How the blocks can be kept as codes (quant/grouped.py), or None if they cannot."""
+        kept = len(self.shape) == 2 and not self.minus and self.qtype in KEPT
+        return KEPT[self.qtype][0] if kept else None
+
+    def codes(self) -> Codes:
+        """Return the blocks as codes and scales; only when `scheme` is set."""
+        return codes_of(self._rows(), self.qtype)
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers; see Stored."""

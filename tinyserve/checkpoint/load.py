@@ -26,11 +26,13 @@ from attrs import field, frozen
 from torch import nn
 
 from ..errors import CheckpointError
+from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..quant.codes import Scheme
 from ..quant.cpu import is_exact
 from ..quant.cpu_dense import dense_dtype
 from ..quant.format import Stored, WeightFormat
+from ..quant.grouped import Grouped
 from ..quant.plain import Plain
 from .dummy import NoiseCodes, noise, scaled
 from .lanes import Carried, Lanes
@@ -133,7 +135,11 @@ def plan_load(
         if isinstance(target, Linear) and format_for is not None and not wrong and len(stored) == len(names):
             target.format = format_for(path, target, stored)
             jobs, wrong = match(target, row, names, tensors, kv_heads)
-        if owner is not None and type(target.format) is Plain:  # any other format packs a copy of its own
+        blocks = bool(stored) and getattr(getattr(stored[0], "scheme", None), "blocks", False)
+        if isinstance(target, Embedding) and format_for is not None and not wrong and blocks:
+            target.keep(format_for(path, target, stored))
+        # Any other format than the table's packs a copy of its own.
+        if owner is not None and (type(target.format) is Plain or same_scheme(target.format, modules[owner].kept)):
             plan.shared.append((target, modules[owner]))
             continue
         wanted = [f"{module}.{name}" for module in dict.fromkeys(names) for name in target.names]
@@ -142,6 +148,11 @@ def plan_load(
         plan.missing.extend(name for name in wanted if name not in tensors)
         plan.read.update(name for name in wanted if name in tensors)
     return plan
+
+
+def same_scheme(format: WeightFormat, kept: Grouped | None) -> bool:
+    """Whether a format keeps its weight in the codes that the table is kept in."""
+    return isinstance(format, Grouped) and kept is not None and format.scheme == kept.scheme
 
 
 def match(
@@ -215,7 +226,7 @@ def load(
     seconds, size = time.perf_counter() - began, sum(job.stored.nbytes for job in plan.jobs) / 1e9
     log.info("weights: %.2f GB read in %.2f s, %.1f GB/s", size, seconds, size / seconds)
     for head, owner in plan.shared:
-        head.share(owner.weight)
+        owner.lend(head)
 
 
 def keep_narrow(jobs: list[Job]) -> None:

@@ -28,7 +28,7 @@ Before: quant/codes.py, what a checkpoint says.  After: packed_gemv.py, packed_g
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .launch import cdiv, speaks_ptx, use_kernel
 
@@ -43,7 +43,8 @@ class Packed:
     Attributes:
         codes: [N, K] int8, uint8 or float8; [N, tiles * tile * bits / 16] int16 for fewer bits.
         scales: [N, G] floating point; G is 1 for one scale a row. float32 if G is odd (and not 1).
-        zeros: [N, G] in the type of the scales, or None where all are `middle`.
+        zeros: [N, G] in the type of the scales, or None where all are `middle`. If `added`, they are no zero points but
+            numbers to be added after the scale, as GGUF's blocks have them; groups are narrower than 128 then.
         columns: K.   bits: 2, 4 or 8.   width: columns that share a scale; 0: all.
         kind: "int" or "e4m3".   middle: the zero point of all codes, if `zeros` is None.
     """
@@ -56,6 +57,7 @@ class Packed:
     width: int
     kind: str
     middle: int = 0
+    added: bool = False
 
     @property
     def tile(self) -> int:
@@ -67,6 +69,12 @@ class Packed:
         """Codes of an element of `codes`."""
         return 1 if self.bits == 8 else 16 // self.bits
 
+    def take(self, rows: torch.Tensor) -> "Packed":
+        """Some of the rows, by their numbers."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        codes = self.raw()[rows].view(self.codes.dtype)
+        return evolve(self, codes=codes, scales=self.scales[rows], zeros=zeros)
+
     def constants(self) -> dict[str, int | str | bool]:
         """What kernels are compiled for."""
         return {
@@ -76,6 +84,7 @@ class Packed:
             "WIDTH": self.width,
             "MIDDLE": self.middle,
             "ZEROS": self.zeros is not None,
+            "ADDED": self.added,
         }
 
     def raw(self) -> torch.Tensor:
@@ -115,6 +124,8 @@ def untiled(words: torch.Tensor, bits: int, tile: int, columns: int) -> torch.Te
 def packed_dense_reference(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
     """The specification of `packed_dense`."""
     codes = weight.codes if weight.bits == 8 else untiled(weight.codes, weight.bits, weight.tile, weight.columns)
+    if weight.added:
+        return (codes.float() * _spread(weight.scales, weight) + _spread(weight.zeros, weight)).to(dtype)
     numbers = codes.float() - (weight.middle if weight.zeros is None else _spread(weight.zeros, weight))
     return (numbers * _spread(weight.scales, weight)).to(dtype)
 
@@ -244,6 +255,7 @@ def _packed_dense_kernel(
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ZEROS: tl.constexpr,
+    ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     BLOCK_K: tl.constexpr,
@@ -258,10 +270,13 @@ def _packed_dense_kernel(
     scale = tl.load(scales_ptr + row * G + group).to(tl.float32)
     for place in tl.static_range(PER):
         number = shrunk(single(words, place, KIND, PER, MIDDLE, NATIVE), place, PER)
-        if ZEROS:
+        if ZEROS and not ADDED:
             number -= tl.load(zeros_ptr + row * G + group).to(tl.float32)
+        number *= scale
+        if ADDED:
+            number += tl.load(zeros_ptr + row * G + group).to(tl.float32)
         column = tile * TILE + place * (TILE // PER) + lane
-        value = (number * scale).to(out_ptr.dtype.element_ty)
+        value = number.to(out_ptr.dtype.element_ty)
         if EVEN:
             tl.store(out_ptr + row * K + column, value)
         else:

@@ -79,6 +79,7 @@ def _product(
     TILE: tl.constexpr,
     MIDDLE: tl.constexpr,
     ZEROS: tl.constexpr,
+    ADDED: tl.constexpr,
     SCALED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -107,10 +108,12 @@ def _product(
                 weight = code.to(tl.float8e4nv, bitcast=True).to(kind)
             else:
                 number = shrunk(single(code, place, KIND, PER, MIDDLE, NATIVE), place, PER)
-                if ZEROS:
+                if ZEROS and not ADDED:
                     number -= zero if SCALED else zero[:, None]
                 if SCALED:
                     number *= scale
+                if ADDED:
+                    number += zero
                 weight = number.to(kind)
             x = _columns_of_x(x_row, column + place * LANES, token, M, K, EVEN)
             total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
@@ -158,6 +161,7 @@ def _one_step(
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ZEROS: tl.constexpr,
+    ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -174,7 +178,7 @@ def _one_step(
     apart: tl.constexpr = WIDTH > 0 and not SCALED
     part = tl.zeros(total.shape, tl.float32) if apart else total
     part = _product(
-        part, code, x_row, column, token, scale, zero, M, K, KIND, PER, TILE, MIDDLE, ZEROS, SCALED, NATIVE, EVEN
+        part, code, x_row, column, token, scale, zero, M, K, KIND, PER, TILE, MIDDLE, ZEROS, ADDED, SCALED, NATIVE, EVEN
     )
     return total + part * scale[:, None] if apart else part
 
@@ -201,6 +205,7 @@ def _packed_gemm_kernel(
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ZEROS: tl.constexpr,
+    ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K * SPLITS
     BLOCK_M: tl.constexpr,
@@ -232,12 +237,12 @@ def _packed_gemm_kernel(
         element = start // PER + lane
         total = _one_step(
             total, codes_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr, read, start,
-            tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN, BLOCK_K,
+            tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, BLOCK_K,
         )  # fmt: skip
         if GATE != "":
             total_up = _one_step(
                 total_up, up_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr,
-                read + N, start, tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN, BLOCK_K,
+                read + N, start, tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, BLOCK_K,
             )  # fmt: skip
 
     if WIDTH == 0:

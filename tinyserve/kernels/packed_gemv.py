@@ -106,6 +106,7 @@ def _step(
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ZEROS: tl.constexpr,
+    ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
@@ -124,7 +125,7 @@ def _step(
         if GATED:
             part_up += single(words_up, place, KIND, PER, MIDDLE, NATIVE) * small
     here = start // TILE + tile
-    if ZEROS:
+    if ZEROS and not ADDED:
         part -= _group_values(zeros_ptr, read, here, G, TILE, WIDTH) * sums[None, :, :]
         if GATED:
             part_up -= _group_values(zeros_ptr, read + N, here, G, TILE, WIDTH) * sums[None, :, :]
@@ -135,6 +136,10 @@ def _step(
     total += part * _group_values(scales_ptr, read, here, G, TILE, WIDTH)
     if GATED:
         total_up += part_up * _group_values(scales_ptr, read + N, here, G, TILE, WIDTH)
+    if ADDED:
+        total += _group_values(zeros_ptr, read, here, G, TILE, WIDTH) * sums[None, :, :]
+        if GATED:
+            total_up += _group_values(zeros_ptr, read + N, here, G, TILE, WIDTH) * sums[None, :, :]
     return total, total_up, squares
 
 
@@ -164,6 +169,7 @@ def _packed_gemv_kernel(
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ZEROS: tl.constexpr,
+    ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,  # rows a program
@@ -193,7 +199,7 @@ def _packed_gemv_kernel(
     ):  # the first step by itself, so that codes of a byte need not be carried around, which takes them apart
         total, total_up, squares = _step(
             total, total_up, words, words_up, 0, column, tile, read, N, x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G,
-            offset, GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, NATIVE, EVEN,
+            offset, GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN,
         )  # fmt: skip
     for start in range(0 if AHEAD else BLOCK_K, K, BLOCK_K):
         next_step = start + BLOCK_K if AHEAD else start
@@ -205,7 +211,7 @@ def _packed_gemv_kernel(
         total, total_up, square = _step(
             total, total_up, words if AHEAD else ahead, words_up if AHEAD else ahead_up, start, column, tile, read, N,
             x_ptr, norm_ptr, scales_ptr, zeros_ptr, K, G, offset, GATE != "", NORM, KIND, PER, TILE, WIDTH, MIDDLE,
-            ZEROS, NATIVE, EVEN,
+            ZEROS, ADDED, NATIVE, EVEN,
         )  # fmt: skip
         squares += square
         if AHEAD:
@@ -334,6 +340,8 @@ def check_packed(name: str, x: torch.Tensor, weight: Packed, bias: torch.Tensor 
             raise ValueError(f"{name}: scales and zeros must be [{rows}, {groups}], are {list(values.shape)}")
     if groups % 2 and groups > 1 and weight.scales.element_size() < 4:
         raise ValueError(f"{name}: scales of an odd number of groups, {groups}, must be float32")
+    if weight.added and (weight.zeros is None or weight.width % 128 == 0):
+        raise ValueError(f"{name}: numbers to add need groups narrower than 128, not {weight.width}")
     if weight.zeros is not None and weight.zeros.dtype != weight.scales.dtype:
         raise ValueError(f"{name}: zeros must be {weight.scales.dtype} as scales are, not {weight.zeros.dtype}")
     if not all(one is None or one.is_contiguous() for one in (weight.codes, weight.scales, weight.zeros)):

@@ -96,6 +96,13 @@ class Linear(Part):
         self.dtype, self.device = weight.dtype, weight.device
         self.register_parameter("weight", weight)
 
+    def borrow(self, format: WeightFormat, owner: nn.Module) -> None:
+        """Use the codes of another layer (a tied head), which `format` has packed, instead of `allocate` and `load`."""
+        self.format, self.dtype, self.device = format, owner.dtype, owner.device
+        self.packed = owner.packed
+        for name in ("codes", "scales", "zeros", "order", "groups", "table", "input_scale", "input_zero"):
+            self.register_buffer(name, getattr(owner, name))
+
     def load(self, name: str, part: int, stored: Stored) -> None:
         """Fill one tensor of one part."""
         stored = self.shard.take(name, part, stored)

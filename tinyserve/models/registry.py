@@ -25,6 +25,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.stacked import unstack
 from ..checkpoint.table import Weights, sources
 from ..errors import CheckpointError, UnsupportedModel
+from ..kernels.launch import use_kernel
 from ..layers.linear import Linear
 from ..quant.codes import Scheme
 from ..quant.detect import detect, dummy_scheme
@@ -160,6 +161,8 @@ def load_model(
         method = quantisation(source, config, load_format)
         if method is not None:
             tensors, format_for = wrap(tensors, method), format_for or grouped_formats()
+        elif format_for is None and use_kernel(torch.empty(0, device=device)):
+            format_for = grouped_formats(blocks=True)
         quantised = [one for one in tensors.values() if isinstance(one, QuantizedTensor)]
         options = {"dtype": dtype, "device": device, "format_for": format_for, "progress": progress}
         # A tied head may still have a tensor of its own in the file; then the file is right.

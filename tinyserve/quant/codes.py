@@ -53,6 +53,8 @@ class Scheme:
         width: consecutive columns that share a scale; 0: all of a row.
         table: the numbers that codes stand for; None: codes are numbers.
         inputs: how activations are rounded; None: not at all.
+        added: `zeros` of the codes are no zero points but numbers added after the scale.
+        blocks: the codes are a GGUF file's own.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Scheme:
     width: int = 0
     table: tuple[float, ...] | None = field(default=None, repr=False)
     inputs: Inputs | None = None
+    added: bool = False
+    blocks: bool = False
 
 
 @frozen(eq=False)
@@ -92,9 +96,11 @@ class Codes:
         """Return the numbers, [N, K]; computed in float32."""
         dense = as_numbers(self.codes, self.scheme)
         width = self.scheme.width
-        if self.zeros is not None:
-            dense = dense - spread(self.zeros.float(), width, self.groups, dense.shape[1])
-        return (dense * spread(self.scales.float(), width, self.groups, dense.shape[1])).to(dtype)
+        zeros = None if self.zeros is None else spread(self.zeros.float(), width, self.groups, dense.shape[1])
+        if zeros is not None and not self.scheme.added:
+            dense = dense - zeros
+        dense = dense * spread(self.scales.float(), width, self.groups, dense.shape[1])
+        return (dense + zeros if self.scheme.added else dense).to(dtype)
 
 
 def as_numbers(codes: Tensor, scheme: Scheme) -> Tensor:

@@ -72,8 +72,10 @@ class Grouped:
 
     def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
         """Take one matrix over, or round it if its numbers are plain; on the layer's device, packed by `finish`."""
-        scheme = getattr(stored, "scheme", None)
-        codes = quantise(stored.read(torch.float32).to(layer.device), self.scheme) if scheme is None else stored.codes()
+        if getattr(stored, "scheme", None) == self.scheme:
+            codes = stored.codes()
+        else:
+            codes = quantise(stored.read(torch.float32).to(layer.device), self.scheme)
         # One scale a row is little, and torch's product of fp8 wants it in float32.
         scales = compact(codes.scales) if codes.scales.shape[1] > 1 else codes.scales.float()
         found = {"codes": codes.codes, "scales": scales, "zeros": codes.zeros, "groups": codes.groups}
@@ -108,12 +110,11 @@ class Grouped:
         else:
             layer.register_buffer("groups", None)
             codes = torch.cat([self._tiled(one, layer.order, width) for one in codes])
-            middle = one_value(zeros)
+            middle = None if self.scheme.added else one_value(zeros)
             scales = scales if scales.shape[1] % 2 == 0 else scales.float()  # kernels read two halves at a time
             zeros = zeros.to(scales.dtype) if middle is None else None
-            layer.packed = Packed(
-                codes, scales, zeros, layer.inputs, self.scheme.bits, width, kind_of(codes), middle or 0
-            )
+            own = (codes, scales, zeros, layer.inputs, self.scheme.bits, width, kind_of(codes), middle or 0)
+            layer.packed = Packed(*own, self.scheme.added)
         layer.register_buffer("codes", codes)
         layer.register_buffer("scales", scales)
         layer.register_buffer("zeros", zeros)
@@ -344,14 +345,22 @@ class ByPart:
         return y if layer.bias is None else y + layer.bias
 
 
-def grouped_formats(online: Scheme | None = None) -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
+def grouped_formats(
+    online: Scheme | None = None, *, blocks: bool = False
+) -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
     """Return the choice per layer: (path, layer, stored parts) -> format.
 
-    Args: online: what plain numbers are rounded to, except those of the head; None: they stay plain.
+    Args:
+        online: what plain numbers are rounded to, except those of the head; None: they stay plain.
+        blocks: whether blocks of GGUF files stay codes; else they are plain numbers.
     """
 
+    def scheme_of(stored: Stored) -> Scheme | None:
+        scheme = getattr(stored, "scheme", None)
+        return None if scheme is not None and scheme.blocks and not blocks else scheme
+
     def choose(path: str, layer: Fused, stored: tuple[Stored, ...]) -> WeightFormat:
-        schemes = [getattr(tensor, "scheme", None) for tensor in stored]
+        schemes = [scheme_of(tensor) for tensor in stored]
         if path != "head":
             schemes = [online if scheme is None else scheme for scheme in schemes]
         if len(set(schemes)) == 1:
