@@ -64,7 +64,7 @@ def test_a_convoy_costs_nothing_a_sequence_until_something_happens():
         kinds.append((type(step.slices), type(lab.commit())))
 
     assert [one for one, _ in kinds] == [tuple] + [Decodes] * 12
-    assert [other for _, other in kinds] == [list] + [Grown] * 11 + [list]
+    assert [other for _, other in kinds] == [list] + [Grown] * 12
 
 
 def test_whoever_asks_in_between_hears_the_truth():

@@ -109,6 +109,10 @@ class Answer:
         self._all_held().share(backlog, place)
         return self._timing.last_token_ts
 
+    def leave(self) -> None:
+        """What the backlog gets from now on is not this answer's."""
+        self._all_held().backlog = None
+
     def hold(self, update: Update) -> bool:
         """Keep what `update` adds for the next output, when it only adds tokens; False: it must go through `advance`.
 

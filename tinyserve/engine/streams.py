@@ -149,42 +149,47 @@ class Stream:
 
 @define(eq=False)
 class Choir:
-    """The answers of a convoy. gaps: seconds since the last token of each quiet one, until all have the same.
+    """The answers of a convoy, by their place in it.
 
-    quiet: how many there are, whose readers want them once.   loud: places of the others in the convoy.
+    Args:
+        quiet: those whose readers want them once; they share the backlog.   loud: the others.
+        before: when the last token of each quiet one came, until all have the same time.
     """
 
     convoy: Convoy
     backlog: Backlog
-    quiet: int
+    quiet: dict[int, Answer]
     loud: list[int]
     before: list[float]
 
     @classmethod
     def of(cls, convoy: Convoy, answers: Mapping[str, tuple[Answer, Stream]]) -> Choir:
-        """Find out who is quiet; these share a backlog from now on."""
-        backlog, loud, before = Backlog(), [], []
+        """Find out who is quiet; these find new tokens in a backlog from now on."""
+        backlog, loud, quiet = Backlog(), [], {}
         for place, seq in enumerate(convoy.sequences):
-            answer, stream = answers.get(seq.request.id, (None, None))
-            if answer is None:
-                continue
-            if stream.final_only and answer.quiet:
-                before.append(answer.share(backlog, place))
+            found = answers.get(seq.request.id)
+            if found is not None and found[1].final_only and found[0].quiet:
+                quiet[place] = found[0]
             else:
                 loud.append(place)
-        return cls(convoy, backlog, len(before), loud, before)
+        before = [answer.share(backlog, place) for place, answer in quiet.items()]
+        return cls(convoy, backlog, quiet, loud, before)
 
     def take(self, grown: Grown, meter: Meter) -> list[Update]:
-        """Put a step's tokens where quiet answers find them; the updates of the others."""
-        if self.quiet:
-            now = time.monotonic()
-            if self.before:
-                meter.grew([now - before for before in self.before])
-                self.before = []
-            else:
-                meter.grew_alike(self.quiet, now - self.backlog.last)
-            self.backlog.add(grown.tokens, now)
-        return [grown[place] for place in self.loud]
+        """Put a step's tokens where quiet answers find them; the updates of the others, and of those that end."""
+        updates = [grown.at(place) for place in self.loud]
+        for place, update in grown.others.items():
+            if place in self.quiet:
+                self.quiet.pop(place).leave()
+                updates.append(update)
+        now = time.monotonic()
+        if self.before:
+            meter.grew([now - before for before in self.before[: len(self.quiet)]])
+            self.before = []
+        elif self.quiet:
+            meter.grew_alike(len(self.quiet), now - self.backlog.last)
+        self.backlog.add(grown.tokens, now)
+        return [update for update in updates if update is not None]
 
 
 class Streams:

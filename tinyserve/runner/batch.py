@@ -184,7 +184,7 @@ class BatchBuilder:
         self.turn = zeros(1)
         self._count = torch.arange(max_seqs + 1, dtype=torch.int32, device=device.torch)
         self._views: dict[Shape, Views] = {}
-        self._turn = 0
+        self._riders: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
     def order(self, step: StepInput) -> Sequence[int]:
         """Indices of the step's slices in the order in which the batch holds them: single tokens first."""
@@ -278,8 +278,14 @@ class BatchBuilder:
         start, values, stop = at["where"], at["values"], at["values"] + count
         flat[start : start + 2 * count] = differences.where.view(np.int32)
         flat[values:stop] = differences.values
-        self._ints[start:stop].copy_(self._mail[self.slot, start:stop], non_blocking=True)
-        self._rows.scatter(self._ints[start : start + 2 * count].view(torch.int64), self._ints[values:stop])
+        parts = self._riders.get((self.slot, count))
+        if parts is None:
+            where = self._ints[start : start + 2 * count].view(torch.int64)
+            parts = self._ints[start:stop], self._mail[self.slot, start:stop], where, self._ints[values:stop]
+            self._riders[self.slot, count] = parts  # a few thousand at most
+        here, there, *given = parts
+        here.copy_(there, non_blocking=True)
+        self._rows.scatter(*given)
 
     def views(self, shape: Shape) -> Views:
         """The buffers of a shape."""

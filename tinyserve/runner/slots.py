@@ -71,6 +71,13 @@ class Rows:
         if not (step.opened or step.edits):
             return None
         width, (_, rows, blocks) = self.tokens.shape[1], self.tables.shape
+        if not step.opened:  # a few blocks: Python is faster than numpy with so little
+            where, values = [], []
+            for edit in step.edits:
+                first = self._tables_at + (edit.group * rows + edit.slot) * blocks + edit.start
+                where += range(first, first + len(edit.blocks))
+                values += edit.blocks
+            return Differences(np.array(where, dtype=np.int64), np.array(values, dtype=np.int32))
         firsts, parts = [], []
         for opening in step.opened:
             self.prompt_lens[opening.slot] = opening.prompt_len

@@ -135,6 +135,8 @@ class Sampler:
         self._table = ParamTable(slots, device)
         self._transforms = [*standard(vocab_size, device), *custom]
         self._params: list[RowParams | None] = [None] * slots
+        self._special: set[int] = set()  # open rows that ask for more than a draw
+        self._filtered: set[int] = set()  # and those that ask for top-k, top-p or min-p
         self._plan_slots: tuple[int, ...] | None = None
         self._plan: _Plan | None = None
 
@@ -149,14 +151,20 @@ class Sampler:
         self.close(slot)
         self._table.write(slot, prompt_len, params)
         self._params[slot] = params
-        for transform in self._transforms:
-            if transform.wants(params):
-                transform.open(slot, params)
+        wanted = [transform for transform in self._transforms if transform.wants(params)]
+        for transform in wanted:
+            transform.open(slot, params)
+        if wanted or params.logprobs is not None:
+            self._special.add(slot)
+        if params.temperature > 0 and self._filters(params):
+            self._filtered.add(slot)
 
     def close(self, slot: int) -> None:
         """Forget row `slot`; nothing happens if it is not open."""
         self._params[slot] = None
         self._plan = None
+        self._special.discard(slot)
+        self._filtered.discard(slot)
         for transform in self._transforms:
             transform.close(slot)
 
@@ -240,12 +248,16 @@ class Sampler:
         params = [self._params[slot] for slot in slots]
         if None in params:
             raise ValueError(f"row {slots[params.index(None)]} is not open")
+        self._plan_slots = slots
+        filters = not self._filtered.isdisjoint(slots)
+        if self._special.isdisjoint(slots):
+            self._plan = _Plan((), filters, (), (), None)
+            return self._plan
         uses = ((t, tuple(row for row, p in enumerate(params) if t.wants(p))) for t in self._transforms)
         asked = tuple(row for row, p in enumerate(params) if p.logprobs is not None)
-        self._plan_slots = slots
         self._plan = _Plan(
             uses=tuple((transform, rows) for transform, rows in uses if rows),
-            filters=any(p.temperature > 0 and self._filters(p) for p in params),
+            filters=filters,
             asked=asked,
             counts=tuple(params[row].logprobs for row in asked),
             named=NamedIds.of([params[row].logprob_ids for row in asked], self._device),

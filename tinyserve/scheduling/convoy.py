@@ -15,16 +15,19 @@ Before: sequence.py, kv/cache.py.  After: preempt.py, scheduler.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from ..kv.cache import KVCache
 from ..step import Decodes, TableEdit
-from .sequence import Sequence
+from .sequence import Sequence, State
 from .update import Update
 
+NOBODY: Mapping[int, Any] = MappingProxyType({})
 LATE = 3  # steps after which a position has certainly been computed: more than are ever in flight behind it
 
 
@@ -34,12 +37,13 @@ class Convoy:
     Args: sequences: all that run, each simple (Sequence.simple), in the order of the step's slices.
 
     Attributes:
-        slots: their rows.
+        members: the same.   slots: their rows.
         planned: steps after the first.   landed: steps whose tokens are known, the first included.
     """
 
     def __init__(self, sequences: list[Sequence], cache: KVCache) -> None:
         self.sequences = sequences
+        self.members = frozenset(sequences)
         self.slots = tuple([seq.slot for seq in sequences])
         self.planned = self.landed = 0
         self._cache = cache
@@ -85,7 +89,8 @@ class Convoy:
 
     def check_integrity(self, running: list[Sequence]) -> None:
         """Assert that these are the ones that go together, and that every position planned has its block."""
-        assert set(self.sequences) == set(running), "somebody else runs"
+        assert self.members <= set(running), "somebody does not run any more"
+        assert all(seq.to_compute() <= 0 for seq in running if seq not in self.members), "somebody is left behind"
         assert 0 <= self.landed <= self.planned + 1 and len(self._steps) == self.landed, (self.landed, self.planned)
         for seq, first in zip(self.sequences, self._first.tolist(), strict=True):
             assert seq.scheduled == first and first + self.planned <= seq.kv.covered, seq
@@ -123,23 +128,65 @@ class Convoy:
 class Grown(Several[Update]):
     """The updates of a convoy's step: each sequence has one more token.
 
-    Args: convoy: the same object in step after step.   tokens: of its sequences, in their order.
+    Args:
+        convoy: the same object in step after step.   tokens: of its sequences, in their order.
+        others: places with another update, or with none because the sequence had ended before.
     """
 
-    __slots__ = ("convoy", "tokens")
+    __slots__ = ("convoy", "others", "tokens")
 
-    def __init__(self, convoy: Convoy, tokens: list[int]) -> None:
+    def __init__(self, convoy: Convoy, tokens: list[int], others: Mapping[int, Update | None] = NOBODY) -> None:
         self.convoy = convoy
         self.tokens = tokens
+        self.others = others
+
+    def at(self, place: int) -> Update | None:
+        """The update of the sequence at this place of the convoy, if it has one."""
+        if place in self.others:
+            return self.others[place]
+        seq = self.convoy.sequences[place]
+        return Update(seq.request.id, (self.tokens[place],), None, None, None, None, seq.cached, None, seq.started)
+
+    def __iter__(self) -> Iterator[Update]:
+        updates = map(self.at, range(len(self.tokens)))
+        return (update for update in updates if update is not None)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) - sum(update is None for update in self.others.values())
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(self)[index]
-        seq = self.convoy.sequences[index]
-        return Update(seq.request.id, (self.tokens[index],), None, None, None, None, seq.cached, None, seq.started)
+        return list(self)[index]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Several) and list(self) == list(other)
+
+
+def book_apart(
+    convoy: Convoy,
+    slices: Decodes,
+    tokens: list[int],
+    report: Callable[..., Update],
+    landed: Callable[[Sequence], None],
+) -> Grown:
+    """Book a step of a convoy that has broken up: some of its sequences may end with these tokens, or have ended.
+
+    Args: report: makes the update of one that ends.   landed: told of each that has no flight any more and has left.
+    """
+    others: dict[int, Update | None] = {}
+    ends = (slices.starts + 1).tolist()
+    for place, (seq, end, token) in enumerate(zip(convoy.sequences, ends, tokens, strict=True)):
+        seq.flights -= 1
+        seq.in_flight -= 1
+        known, rules = seq.tokens, seq.ends
+        if seq.state is State.FINISHED:  # its token is dropped, its position may still serve as a prefix
+            seq.computed = max(seq.computed, min(end, len(known)))
+            others[place] = None
+        else:
+            seq.computed = end
+            known.append(token)
+            ended = rules.check(token, len(known)) if token in rules.ids or len(known) >= rules.limit else None
+            if ended is not None:
+                others[place] = report(seq, (token,), None, ended)
+        if not seq.flights and seq.state is not State.RUNNING:
+            landed(seq)
+    return Grown(convoy, tokens, others)

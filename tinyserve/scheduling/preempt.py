@@ -27,7 +27,7 @@ class Tenants:
         running: those that get a share of each step.
         rows: the free rows.
         preemptions: how often one was sent back to the queue.
-        convoy: all that run, while all do the same; else None.
+        convoy: all that run and have not come to their end, while all do the same; else None.
     """
 
     def __init__(self, cache: KVCache, waiting: WaitingQueue, rows: int, by_priority: bool) -> None:
@@ -50,8 +50,11 @@ class Tenants:
         seq.state = State.RUNNING
         self.running.add(seq)
 
-    def set_off(self, sequences: list[Sequence]) -> Convoy:
-        """From the step that was just planned on, all that run go together."""
+    def set_off(self, sequences: list[Sequence]) -> Convoy | None:
+        """From the step that was just planned on, these go together, if the others only wait for their last token."""
+        others = len(self.running) - len(sequences)
+        if others and sum(seq.to_compute() <= 0 for seq in set(self.running).difference(sequences)) < others:
+            return None
         self.convoy = Convoy(sequences, self._cache)
         return self.convoy
 
@@ -63,7 +66,8 @@ class Tenants:
 
     def leave(self, seq: Sequence, state: State) -> None:
         """Let out a running sequence; what it holds comes back as soon as no flight uses it."""
-        self.break_up()
+        if self.convoy is not None and seq in self.convoy.members:
+            self.break_up()
         self.running.remove(seq)
         seq.state = state
         if seq.flights:

@@ -28,7 +28,7 @@ from ..request import FinishReason, Request
 from ..speculative.drafter import Drafter, NoDrafts
 from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs, Tokens
 from .budget import Flown, Options, StepDraft
-from .convoy import Convoy, Grown
+from .convoy import Convoy, Grown, book_apart
 from .preempt import Tenants
 from .queue import WaitingQueue, refuse_overload
 from .sequence import Sequence, State
@@ -170,13 +170,11 @@ class Scheduler:
             self._admit_waiting(step)
         if not step.slices:
             return None
-        slices, masks = tuple(step.slices), self._make_masks(step.masked) if step.masked else None
+        masks = self._make_masks(step.masked) if step.masked else None
         if masks is not None and not self._flights:
             masks.begin()
-        convoy = None
-        if step.plain and len(slices) == len(self._tenants.running) and isinstance(self._drafter, NoDrafts):
-            convoy = self._tenants.set_off(step.sequences)
-            slices = convoy.slices()
+        convoy = self._tenants.set_off(step.sequences) if step.plain and isinstance(self._drafter, NoDrafts) else None
+        slices = tuple(step.slices) if convoy is None else convoy.slices()
         parts = {"opened": tuple(step.opened), "edits": tuple(step.edits), "masks": masks}
         return self._takes_off(step.sequences, slices, convoy=convoy, **parts)
 
@@ -196,11 +194,14 @@ class Scheduler:
         flown = self._flights.popleft()
         if flown.step_id != output.step_id:
             raise RuntimeError(f"step {output.step_id} was committed, but step {flown.step_id} is the oldest in flight")
-        if flown.convoy is not None and flown.convoy is self._tenants.convoy:
+        if flown.convoy is not None:
             given = Tokens.of(output.slices)
-            if given is not None and flown.convoy.land(given.tokens):
-                return Grown(flown.convoy, given.tokens)
-            self._tenants.break_up()
+            if flown.convoy is self._tenants.convoy:
+                if given is not None and flown.convoy.land(given.tokens):
+                    return Grown(flown.convoy, given.tokens)
+                self._tenants.break_up()
+            if given is not None:
+                return book_apart(flown.convoy, flown.slices, given.tokens, self._report, self._tenants.landed)
         updates = []
         for seq, piece, given in zip(flown.sequences, flown.slices, output.slices, strict=True):
             seq.flights -= 1
