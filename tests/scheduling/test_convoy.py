@@ -5,14 +5,16 @@ import random
 import pytest
 
 from tinyserve.scheduling.convoy import Convoy, Grown
-from tinyserve.speculative.drafter import NoDrafts
 from tinyserve.step import Decodes
 
 from .harness import EOS, Lab, request
 
 
-class Alone(NoDrafts):
-    """A drafter that the scheduler does not know: its sequences never go together."""
+class Alone:
+    """A drafter without a draft, which the scheduler does not know: its sequences never go together."""
+
+    def propose(self, tokens, most):
+        return ()
 
 
 def requests(seed):
