@@ -72,6 +72,28 @@ def test_nobody_waits_long(clock):
     assert windows(Pace(), clock, 9, seconds=0.1) == 2
 
 
+def test_nobody_waits_long_when_steps_become_slow(clock):
+    """16 steps of 1 ms together, then steps of 250 ms (long prompts): after two of them every token goes out alone."""
+    pace = Pace()
+    windows(pace, clock, 5)
+    assert pace.together == MOST
+    for _ in range(2):
+        clock[0] += 0.25
+        pace.note(IDLE, (), MANY)
+
+    assert pace.together == 1
+
+
+def test_somebody_alone_waits_for_nobody(clock):
+    """All but one of many have gone: their pace has gone with them at the next step."""
+    pace = Pace()
+    windows(pace, clock, 5)
+    clock[0] += 0.001
+    pace.note(BUSY, (), 1)
+
+    assert pace.together == 1
+
+
 def test_turns_are_spread(clock):
     """With 8 steps together and 40 streams, each step wakes 5, and 8 steps wake everybody once."""
     pace = Pace()

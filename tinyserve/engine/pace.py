@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 MANY = 32  # streams; fewer are no burden
-WINDOW = 8  # steps between two decisions
+WINDOW = 8  # steps between two decisions; fewer if they take longer than LONGEST
 PATIENCE = 16  # windows without an idle device after which readers are woken more often again
 BUSY, CALM = 0.8, 0.6  # shares of a window that the loop's thread works: is it behind, can it do more?
 MOST = 16  # steps together
@@ -28,32 +28,36 @@ class Pace:
     def __init__(self) -> None:
         self.together = 1
         self._step = 0
-        self._idle = 0  # steps of this window after which the device had nothing to do
+        self._steps = 0  # of this window
+        self._idle = 0  # those of them after which the device had nothing to do
         self._calm = 0  # windows in a row in which the loop kept up
         self._began, self._worked = time.monotonic(), time.thread_time()
 
     def note(self, flight: Any, flying: Iterable[Any], streams: int) -> None:
         """A flight has landed. flying: those behind it.   streams: answers that are being made."""
         self._step += 1
+        self._steps += 1
         self._idle += not flight.waited and all(other.landed for other in flying)
-        if self._step % WINDOW == 0:
-            self._decide(streams)
+        if streams < MANY:
+            self.together = 1
+        now = time.monotonic()
+        if self._steps == WINDOW or now - self._began > LONGEST:
+            self._decide(now, streams)
 
     def turn(self, number: int) -> bool:
         """Whether the stream with this number is shown the tokens of this step, and of those before."""
         return self.together == 1 or (self._step + number) % self.together == 0
 
-    def _decide(self, streams: int) -> None:
-        now, worked = time.monotonic(), time.thread_time()
-        wall, share = now - self._began, (worked - self._worked) / max(now - self._began, 1e-9)
-        behind = self._idle > WINDOW // 2 or share > BUSY
+    def _decide(self, now: float, streams: int) -> None:
+        worked, wall, steps = time.thread_time(), now - self._began, self._steps
+        share, most = (worked - self._worked) / max(wall, 1e-9), min(MOST, LONGEST * steps / max(wall, 1e-9))
+        behind = 2 * self._idle > steps or share > BUSY
         self._calm = 0 if self._idle or share > CALM else self._calm + 1
-        self._began, self._worked, self._idle = now, worked, 0
-        if streams < MANY:
-            self.together = 1
-        elif behind:
-            if 2 * self.together <= min(MOST, LONGEST * WINDOW / wall):
-                self.together *= 2
-        elif self._calm >= PATIENCE and self.together > 1:
+        self._began, self._worked, self._idle, self._steps = now, worked, 0, 0
+        while self.together > most and self.together > 1:
+            self.together //= 2  # steps have become slow: a prompt, or a pause
+        if streams >= MANY and behind and 2 * self.together <= most:
+            self.together *= 2
+        elif not behind and self._calm >= PATIENCE and self.together > 1:
             self.together //= 2
             self._calm = 0
