@@ -106,6 +106,25 @@ def test_without_its_processes_a_start_goes_on(named, dies, caplog):
     assert compiled_here(named) == 3
 
 
+@pytest.mark.timeout(60)
+def test_a_worker_that_ends_by_an_error_is_not_waited_for(named, caplog):
+    """Breaks by waiting for ever: a message that no worker can read ends the one that gets it; the other goes on."""
+    foundry = Foundry(2)
+    lost = foundry_module._Job("lost", variants=[named[0]])
+    foundry._jobs.append(lost)
+    foundry._link.setblocking(True)
+    foundry._link.send(b"no message")
+    foundry._link.setblocking(False)
+    foundry.add(named[1])
+    try:
+        made = foundry.wait(lambda variant: None)
+    finally:
+        foundry.close()
+
+    assert [name for name, _ in made] in (["_fill_kernel"], [])  # whichever comes first
+    assert "kernels were not compiled ahead" in caplog.text
+
+
 def test_closing_ends_every_process(named):
     """Workers that wait, one that compiles, and the one that forked them: the group is gone within 5 s."""
     foundry = Foundry(3)

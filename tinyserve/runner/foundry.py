@@ -278,10 +278,12 @@ def serve(link_number: int, workers: int, backend: str) -> None:
     gc.freeze()
     for _ in range(workers):
         if not os.fork():
+            status = 1
             try:
                 _work(link, drivers[0] if drivers else None, gpus[0])
+                status = 0
             finally:
-                os._exit(0)
+                os._exit(status)  # what ends otherwise has died, and somebody waits for what it had
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `close` ends the workers; they are taken leave of here
     with contextlib.suppress(ChildProcessError):
         while True:
