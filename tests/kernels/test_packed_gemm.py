@@ -47,6 +47,7 @@ def compile_cases():
         ("int4-128", 4, 6144, 4096, None, False),
         ("int4-128-zeros", 40, 14336, 4096, "silu", False),
         ("int4-32", 16, 4096, 4096, None, True),
+        ("int4-32-added", 16, 4096, 4096, "silu", False),
         ("fp8-row", 64, 4096, 14336, None, True),
         ("fp8-128", 16, 6144, 4096, None, False),
     ]:

@@ -57,6 +57,7 @@ def compile_cases():
         ("fp8-row", 14336, 4096, {"norm", "gate"}),
         ("fp8-128", 960, 512, {"bias"}),
         ("int8-row", 960, 576, {}),
+        ("int4-32-added", 4096, 4096, {"norm", "gate"}),
     ]:
         weight = meta_weight(name, rows * (2 if "gate" in parts else 1), width)
         bias, keywords = keywords_of(parts, rows, width, dtype=torch.bfloat16, device="meta")

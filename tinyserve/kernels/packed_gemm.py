@@ -341,6 +341,8 @@ def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[st
     while splits < 4 and cdiv(rows, block_n) * splits < 2 * device.processors and columns >= 4 * splits * block_k:
         splits *= 2
     stage = block_m * block_k * x.element_size() + block_n * block_k * (1 + gated) * weight.bits // 8
+    if weight.width % block_k:  # a scale and a zero point for each element, which may take their way through it too
+        stage += 8 * block_n * (1 + gated) * block_k // weight.each
     stages = min(max(device.shared * 6 // 10 // stage, 1), 4)
     return {
         "BLOCK_M": block_m,

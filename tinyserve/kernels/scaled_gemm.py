@@ -5,8 +5,8 @@
 The matrix unit multiplies e4m3 as it is, so nothing is decoded, and a product of up to about 64 rows costs what reading
 W costs: half of bf16. One program takes all rows of x (in tiles) and a strip of W, which is the side of the matrix
 instruction that must be 64 wide, and walks along K with several loads in flight. The unit adds up in fewer bits than
-float32 has, so its sums are taken over after every 128 columns. With blocks of 128 x 128 the scales of x and of W come
-in there.
+float32 has, so its sums are taken over after every 256 columns, or 128 with blocks of 128 x 128, whose scales come in
+there.
 
 A short W gives too few programs to fill the device, so K can be split. With `parts` the splits are returned, [P, M, N]
 float32, and whoever reads the product next (`norm.py`) adds them in order.
@@ -25,7 +25,7 @@ from .launch import cdiv, choose, facts, next_power_of_2, overlap, speaks_ptx, s
 from .packed import Packed, half_of_e4m3, packed_dense_reference
 from .packed_gemv import check_packed
 
-EXACT = 128  # columns that the matrix unit adds up by itself
+EXACT = 256  # columns that the matrix unit adds up by itself; with blocks, 128
 
 
 def scaled_gemm_reference(
@@ -204,7 +204,7 @@ def scaled_gemm(
             BIAS=bias is not None,
             WIDTH=weight.width,
             NATIVE=native,
-            EXACT=EXACT,
+            EXACT=min(EXACT, options["BLOCK_K"]),
             EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
             **options,
             **overlap(x),
@@ -220,10 +220,13 @@ def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: boo
 
 
 def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[str, int]:
-    """Strips of 64 rows, 256 bytes a row and load, up to four loads in flight; splits until they fill the device."""
+    """Strips of 64 rows, 256 bytes a row and load, up to four loads in flight; splits until they fill the device.
+
+    With two halves 128 bytes, so that two programs fit on a processor and a wide W needs one round of them.
+    """
     device, (tokens, columns) = facts(x.device), x.shape
     block_m, block_n, splits = min(max(next_power_of_2(tokens), 16), 64), 64, 1
-    block_k = 128 if weight.width else 256
+    block_k = 128 if weight.width or gated else 256
     while splits < 2 and cdiv(rows, block_n) * splits < 2 * device.processors and columns >= 4 * splits * block_k:
         splits *= 2
     stages = min(max(device.shared * 9 // 10 // ((block_m + block_n * (1 + gated)) * block_k), 1), 4)
