@@ -360,10 +360,11 @@ class Engine:
         return look(self.machine, self.meter, sequences, blocks)
 
     def stats(self) -> Any:
-        """Numbers of the moment, from the scheduler. Raises: EngineDead: the engine was closed."""
+        """Numbers of the moment; an answer runs until its reader is told of its end. Raises: EngineDead: closed."""
         if self.machine.scheduler is None:
             raise EngineDead("The engine was closed.")
-        return self.machine.scheduler.stats()
+        stats = self.machine.scheduler.stats()
+        return evolve(stats, running=max(len(self.streams) - stats.waiting, 0))
 
     # ---- what callers ask about
 
