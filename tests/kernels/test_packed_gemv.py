@@ -26,8 +26,8 @@ def keywords_of(parts, rows, width, *, dtype, device):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("parts", [FOLDED["offset"], FOLDED["gate-bias"]], ids=["offset", "gate-bias"])
 def test_packed_gemv_is_the_product_of_its_numbers(device, dtype, name, parts):
-    """Breaks at 5 x 77 if a column past the end joins a sum, at 33 x 1024 if a place meets another's columns."""
-    for rows, width in ((5, 77), (33, 1152)):
+    """Breaks at 5 x 77 if a column past the end joins a sum, at 9 x 1152 if a place meets another's columns."""
+    for rows, width in ((5, 77), (9, 1152)):
         weight, dense = weight_of(name, rows * (2 if "gate" in parts else 1), width, device=device)
         bias, keywords = keywords_of(parts, rows, width, dtype=dtype, device=device)
         x = randn(1, width, dtype=dtype, device=device, spread=2)
@@ -53,10 +53,7 @@ def test_refusals(device):
 def compile_cases():
     for name, rows, width, parts in [
         ("int4-128", 6144, 4096, {"norm"}),
-        ("int4-128-zeros", 4096, 14336, {"residual"}),
         ("fp8-row", 14336, 4096, {"norm", "gate"}),
-        ("fp8-128", 960, 512, {"bias"}),
-        ("int8-row", 960, 576, {}),
         ("int4-32-added", 4096, 4096, {"norm", "gate"}),
     ]:
         weight = meta_weight(name, rows * (2 if "gate" in parts else 1), width)
