@@ -262,6 +262,29 @@ def test_kernels_compiled_together_are_loaded_by_threads_that_have_the_device():
     assert {thread for _, thread in stand_in.loaded} <= set(selected) - {threading.get_ident()}
 
 
+@pytest.mark.parametrize("message", ["AST constructor recursion depth mismatch (before=1, after=2)", "something else"])
+def test_a_compilation_that_another_thread_disturbed_is_tried_again(monkeypatch, message):
+    """What a parser with a counter for all threads answers now and then; any other error is told."""
+
+    class Kernel:
+        tries = 0
+
+        def preload(self, data):
+            self.tries += 1
+            if self.tries < 3:
+                raise SystemError(message)
+
+    monkeypatch.setattr(launch, "settle_key", lambda kernel: None)
+    loading, kernel = launch.Loading(1), Kernel()
+    loading.add(launch.Variant(kernel, "{}"))
+    if message == "something else":
+        with pytest.raises(SystemError, match=message):
+            loading.finish()
+    else:
+        assert loading.finish() == 1
+    assert kernel.tries == (1 if message == "something else" else 3)
+
+
 @compiles
 @pytest.mark.parametrize("first", [None, _below, _between])
 def test_a_kernel_has_one_place_in_the_cache_whatever_was_hashed_before(first):

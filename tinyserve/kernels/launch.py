@@ -149,6 +149,21 @@ def _settle(kernel: Any, met: set[int]) -> None:
     _ = kernel.cache_key  # computed when it is read, once
 
 
+def _undisturbed(compile_kernel: Callable[[], Any], most: int = 20) -> Any:
+    """Compile, and try again where another thread disturbed the parser.
+
+    Before Python 3.11.8 and 3.12.2, threads that parse at once share a counter, and one of them may get a SystemError
+    ("AST constructor recursion depth mismatch", cpython issue 106905).
+    """
+    for _ in range(most - 1):
+        try:
+            return compile_kernel()
+        except SystemError as error:
+            if "recursion depth mismatch" not in str(error):
+                raise
+    return compile_kernel()
+
+
 class Loading:
     """Threads that compile variants, or read them from Triton's cache on disk, and load them on a device.
 
@@ -176,7 +191,7 @@ class Loading:
 
     def _make(self, variant: Variant) -> None:
         settle_key(variant.kernel)
-        kernel = variant.kernel.preload(variant.data)
+        kernel = _undisturbed(lambda: variant.kernel.preload(variant.data))
         if self._load:
             kernel.run  # noqa: B018  where Triton loads it, with a little module in C for its signature
 
