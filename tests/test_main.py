@@ -59,6 +59,17 @@ def test_forms_that_vllm_takes():
     assert config.resolve("cpu").scheduler.depth == 2
 
 
+def test_a_list_may_be_one_word():
+    """A list in one word, with commas as in the environment, has all its elements: 2, 3 and 1, not 1, 1 and 1."""
+    config = read(
+        "--allowed-hosts", "localhost,*.example.org", "--cudagraph-capture-sizes", "1,2,4", "--api-key", '["a,b"]'
+    )  # fmt: skip
+
+    assert config.server.allowed_hosts == ("localhost", "*.example.org")
+    assert config.runner.cudagraph_capture_sizes == (1, 2, 4)
+    assert config.server.api_key == ("a,b",)
+
+
 def test_keys_of_an_object_add_to_its_json():
     config = read("--hf-overrides", '{"a": 1, "b": {"c": 2}}', "--hf-overrides.b.d", "[3]")
 

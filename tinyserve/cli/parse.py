@@ -62,8 +62,13 @@ def read_config(argv: Sequence[str], prog: str, description: str) -> EngineConfi
         logger.warning("environment variable %s is no option of tinyserve and is ignored", name)
     values = _checked(_from_file(file), f"{file}") if file else {}
     values |= _checked(environment, "environment")
-    values |= _checked(_with_dotted(line, dotted), None)
+    values |= _checked(_with_dotted(_with_lists(line), dotted), None)
     return build(values)
+
+
+def _with_lists(line: dict[str, Any]) -> dict[str, Any]:
+    """A list given as one word is read as in the environment: separated by commas, or JSON."""
+    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in line.items()}
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
