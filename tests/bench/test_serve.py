@@ -218,6 +218,12 @@ FAULTS = {
     "was empty": STREAM + chunk(DONE) + b"0\r\n\r\n",
     "by an error": STREAM + chunk(event("a")) + chunk(b'data: {"error": {"message": "x"}}\n\n' + DONE) + b"0\r\n\r\n",
     "not what OpenAI": STREAM + chunk(b"data: {\n\n" + DONE) + b"0\r\n\r\n",
+    "completion_tokens": STREAM
+    + chunk(b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": -9}}\n\n' + DONE)
+    + b"0\r\n\r\n",
+    "1e308": STREAM
+    + chunk(b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": 1e308}}\n\n' + DONE)
+    + b"0\r\n\r\n",
     "does not speak HTTP": b"220 mail.example ready\r\n\r\n\r\n",
 }
 
@@ -365,6 +371,12 @@ def test_a_command_for_vllm_is_understood():
         (["--percentile-metrics", "ttft,x"], "'x'"),
         (["--endpoint", "embeddings", "--model", "m"], "--endpoint"),
         (["--base-url", "ftp://x"], "--base-url"),
+        (["--port", "99999"], "--base-url must be"),
+        (["--base-url", "http://[::1"], "--base-url must be"),
+        (["--base-url", "http://a..b", "--model", "m", "--ready-check-timeout-sec", "1"], "no connection"),
+        (["--num-promts", "3"], "did you mean --num-prompts?"),
+        (["--header", "a"], "NAME=VALUE"),
+        (["--output-json", "/"], "--output-json"),
         (["--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0"], "not ready"),
     ],
 )

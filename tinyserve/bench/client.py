@@ -45,12 +45,16 @@ class Server:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port, known = parts.port, parts.scheme in ("http", "https") and parts.hostname
+        except ValueError:  # no number, or too large a one
+            known = False
+        if not known:
             raise ConfigError(f"--base-url must be http://host:port or https://..., got {url!r}.")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._port = port or (443 if parts.scheme == "https" else 80)
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         lines = [f"Host: {parts.netloc.rpartition('@')[2]}", *(f"{k}: {v}" for k, v in (headers or {}).items())]
@@ -92,7 +96,7 @@ class Server:
         loop = asyncio.get_running_loop()
         try:
             _, wire = await loop.create_connection(Wire, self._host, self._port, ssl=self._tls)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: no name of a host
             raise Broken(f"no connection to {self.url}: {error}") from None
         return wire, False
 

@@ -28,7 +28,7 @@ from attrs import evolve
 
 from ..config import EngineConfig, environment
 from ..errors import ConfigError
-from .figures import percentiles
+from .figures import check_writable, percentiles
 from .measure import Measured, Work, measure
 from .prompts import RANDOM_IDS, most, only_ids, read_prompts, size
 
@@ -50,6 +50,7 @@ def arguments(kind: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[
         raise ConfigError(str(error)) from None
     if any(isinstance(value, (int, float)) and value < 0 for value in vars(found).values()):
         raise ConfigError(f"tinyserve bench {kind}: numbers must not be negative.")
+    check_writable(found.output_json)
     return found, rest
 
 

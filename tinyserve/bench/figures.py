@@ -14,10 +14,12 @@ Before: requests.py (the records).  After: serve.py, command.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..errors import ConfigError
 from .requests import Record
 
 METRICS = {
@@ -41,6 +43,20 @@ TOTALS = {
     "total_token_throughput": "Total token throughput (tok/s):",
     "client_cpu_share": "This client's own CPU, share of a core:",
 }
+
+
+def check_writable(file: Path | None) -> None:
+    """Whether figures can be written there is better known before they are measured. Raises: ConfigError."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = not file.exists()
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output-json: {error}") from None
 
 
 def percentiles(values: Sequence[float], points: Sequence[float] = (50, 90, 99)) -> dict[str, float]:

@@ -25,6 +25,7 @@ from .client import Broken, Server
 from .prompts import Prompt
 
 SHOWN = 300  # characters of a server's error
+MOST = 2**40  # tokens of a request; a server that says more is not to be believed
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -151,7 +152,7 @@ class _Events:
             return
         try:
             self._read(orjson.loads(data), now)
-        except (ValueError, AttributeError, TypeError, LookupError):
+        except (ValueError, AttributeError, TypeError, LookupError, OverflowError):
             record.error = f"an event is not what OpenAI's API sends: {data[:SHOWN].decode('utf-8', 'replace')}"
 
     def _read(self, event: Mapping[str, Any], now: float) -> None:
@@ -165,7 +166,17 @@ class _Events:
         elif event.get("error"):
             record.error = f"the stream ended by an error: {str(event['error'])[:SHOWN]}"
         if usage := event.get("usage"):
-            record.prompt_tokens, record.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            record.prompt_tokens, record.output_tokens = (
+                _count(usage["prompt_tokens"]),
+                _count(usage["completion_tokens"]),
+            )
+
+
+def _count(value: Any) -> int:
+    """A number of tokens that can be one. Raises: ValueError."""
+    if not 0 <= int(value) <= MOST:
+        raise ValueError(f"no count of tokens: {value}")
+    return int(value)
 
 
 def _says(delta: Mapping[str, Any] | None) -> bool:

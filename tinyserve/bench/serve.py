@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
 import sys
@@ -28,8 +27,9 @@ from attrs import asdict
 
 from ..config import client_api_key
 from ..errors import ConfigError, EngineError
+from ..options import nearest
 from .client import Broken, Server
-from .figures import METRICS, NAMES, summary, table
+from .figures import METRICS, NAMES, check_writable, summary, table
 from .load import Run, load, progress_bar, send_times
 from .prompts import RANDOM_IDS, Prompt, random_prompts, read_prompts, size
 from .requests import Endpoint, Record, ask
@@ -84,7 +84,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     shown.add_argument("--output-json", type=Path, metavar="FILE", help="for the figures")
     shown.add_argument("--save-detailed", action="store_true", help="each request's times go there too")
     shown.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    options = parser.parse_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    if rest:
+        close = nearest(
+            rest[0].partition("=")[0], [name for action in parser._actions for name in action.option_strings]
+        )
+        parser.error(f"unrecognized argument {rest[0]}" + (f": did you mean {close}?" if close else "."))
     _check(options)
     return options
 
@@ -103,6 +108,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--dataset-name custom and --dataset-path FILE go together.")
     options.endpoint = options.endpoint or BACKENDS[options.backend]
     options.base_url = options.base_url or f"http://{options.host}:{options.port}"
+    if bare := [pair for pair in options.header if "=" not in pair]:
+        raise ConfigError(f"--header takes NAME=VALUE, got {bare[0]!r}.")
     if not isinstance(options.extra_body, dict):
         raise ConfigError("--extra-body must be a JSON object.")
     options.metrics = [name for name in options.percentile_metrics.split(",") if name]
@@ -200,6 +207,7 @@ def _result(options: argparse.Namespace, model: str, count: int, found: Run) -> 
 def main(argv: Sequence[str]) -> int:
     """Measure and report. Returns the exit code: 1 when no answer was whole, 130 after Ctrl-C."""
     options = arguments(argv)
+    check_writable(options.output_json)
     result = asyncio.run(run(options))
     for error in result["errors"]:
         print(f"failed: {error}", file=sys.stderr)
@@ -207,7 +215,5 @@ def main(argv: Sequence[str]) -> int:
     if result["client_cpu_share"] > BUSY:
         print("This client was busy all the time: the server may be able to do more than it measured.")
     if options.output_json is not None:
-        with contextlib.suppress(FileNotFoundError):
-            options.output_json.parent.mkdir(parents=True, exist_ok=True)
         options.output_json.write_text(json.dumps(result, indent=1) + "\n")
     return 130 if result["stopped"] else int(not result["completed"])
