@@ -86,12 +86,14 @@ class RequestError(TinyserveError, ValueError):
 class ContextLengthExceeded(RequestError):
     """The prompt leaves no room for one output token."""
 
-    def __init__(self, prompt_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
+    def __init__(
+        self, prompt_tokens: int, max_model_len: int, *, at_least: bool = False, param: str = "prompt"
+    ) -> None:
         count = f"at least {prompt_tokens}" if at_least else f"{prompt_tokens}"
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt has {count} tokens; "
             f"at most {max_model_len - 1} leave room for an answer. Shorten the prompt.",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
 

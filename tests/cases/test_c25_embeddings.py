@@ -65,6 +65,8 @@ async def test_formats_and_refusals(tiny):
             ({"input": [[]]}, "input"),
             ({"input": ["a", [97]]}, "input"),
             ({"input": [-1]}, "input"),
+            ({"input": [10**6]}, "input"),
+            ({"input": "x" * 300}, "input"),
             ({}, "input"),
             ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
         ]

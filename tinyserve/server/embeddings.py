@@ -26,6 +26,7 @@ from starlette.responses import Response
 from ..engine.embedding import ONE_TOKEN, embed
 from ..engine.intake import Call
 from ..engine.outputs import EmbeddingRequestOutput
+from ..errors import RequestError
 from ..request import Output
 from . import answers, spans
 from .bodies import EMBEDDING
@@ -71,7 +72,7 @@ async def embeddings(request: Request, service: Service) -> Any:
         try:
             vectors = await _vectors(jobs)
         except Exception as error:
-            failure = error
+            failure = _of_input(error)
         tasks.cancel_scope.cancel()
     if vectors is None:
         raise failure or ClientDisconnect
@@ -85,6 +86,13 @@ async def embeddings(request: Request, service: Service) -> Any:
     }
     written = await asyncio.to_thread(orjson.dumps, body, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(written, media_type="application/json")
+
+
+def _of_input(error: Exception) -> Exception:
+    """What the engine says of a prompt, said of the field that was sent."""
+    if not isinstance(error, RequestError) or error.param != "prompt":
+        return error
+    return RequestError(str(error).replace("prompt:", "input:", 1), param="input", code=error.code)
 
 
 async def _vectors(jobs: Sequence[Coroutine[Any, Any, EmbeddingRequestOutput]]) -> list[np.ndarray]:

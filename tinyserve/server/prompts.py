@@ -79,7 +79,7 @@ def _encoded(engine: EngineFace, fields: Fields, name: str, prompt: str | list[i
         raise RequestError(f"The {name} is empty: at least one token is needed.", param=name)
     if len(ids) >= longest:
         raise ContextLengthExceeded(
-            len(ids), longest, at_least=isinstance(prompt, str) and len(ids) > COUNTED_CONTEXTS * longest
+            len(ids), longest, at_least=isinstance(prompt, str) and len(ids) > COUNTED_CONTEXTS * longest, param=name
         )
     if isinstance(prompt, str) and not cut:
         return Prompt(prompt, ids)
