@@ -155,6 +155,27 @@ async def test_strict_holds_where_a_call_has_no_mark(tok):
     assert free.text == '\n A set: {"name": 5}' and free.reason == "stop"
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("parameter", "said"),
+    [
+        ({"enum": []}, "enum without values"),
+        ({"type": "string", "minLength": "x"}, "no text of"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "no text of 5 to 2"),
+        ({"type": "string", "pattern": 5}, "no JSON schema"),
+        ("string", "no JSON schema"),
+        (None, "requires 'a'"),
+    ],
+)
+async def test_parameters_that_nothing_satisfies_are_named(tok, parameter, said):
+    """Calls of marks: a 400 says which part of the schema is wrong, not how a grammar made of it fails."""
+    schema = {"type": "object", "properties": {"a": parameter} if parameter else {"b": {}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    async with serve("hello", tok, tool_call_parser="qwen3_coder") as server:
+        error = await server.refused(CHAT, {**ASK, "tools": [tool], "tool_choice": "required"})
+    assert said in error["message"] and error["param"].startswith("tools"), error
+
+
 TRIP = {
     "type": "object",
     "required": ["city", "days", "when", "tags"],

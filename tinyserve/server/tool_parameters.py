@@ -55,7 +55,7 @@ def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> 
                 raise _not_enforced(name, "a schema without properties")
             return _FREE
         shared = {key: schema[key] for key in _SHARED if key in schema}
-        required = list(schema.get("required") or ())
+        required = _names(schema, name, strict)
         elements = []
         for key, part in (schema.get("properties") or {}).items():
             if not _KEY.fullmatch(key):
@@ -90,7 +90,24 @@ def _resolved(part: Any, schema: Schema) -> Schema:
         if len(names) != 3 or names[0] != "#" or names[1] not in _SHARED:
             break
         part = {**schema.get(names[1], {}).get(names[2], {}), **{k: v for k, v in part.items() if k != "$ref"}}
-    return part if isinstance(part, Mapping) else {}
+    if isinstance(part, Mapping):
+        return part
+    if part is not True:
+        raise TypeError("no schema")
+    return {}
+
+
+def _names(schema: Schema, name: str, strict: bool) -> list[str]:
+    """The required properties; a strict tool must say what they are."""
+    required = schema.get("required") or []
+    if not isinstance(required, list):
+        raise TypeError("no list")
+    unknown = next((key for key in required if key not in (schema.get("properties") or {})), None)
+    if strict and unknown is not None:
+        raise RequestError(
+            f"tools: {name} requires {shown(unknown)}, which is not among its properties.", param="tools"
+        )
+    return required
 
 
 def _value(part: Schema, shared: Schema, place: str) -> dict[str, Any]:
@@ -98,6 +115,8 @@ def _value(part: Schema, shared: Schema, place: str) -> dict[str, Any]:
     if "const" in part or isinstance(part.get("enum"), list):
         bare = types == {"string"}
         values = [part["const"]] if "const" in part else part["enum"]
+        if not values:
+            raise RequestError(f"tools: {place} has an enum without values, so nothing can stand there.", param="tools")
         texts = [
             value if bare and isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values
         ]
@@ -120,8 +139,15 @@ def _text(part: Schema, place: str) -> dict[str, Any]:
             raise _not_enforced(place, f"the format {part['format']!r}")
         return {"type": "regex", "pattern": _FORMATS[part["format"]]}
     if "pattern" not in part:
-        return {"type": "regex", "pattern": f"{_ANYTHING}{{{part.get('minLength', 0)},{part.get('maxLength', '')}}}"}
-    pattern = part["pattern"] if isinstance(part["pattern"], str) else ""
+        least, most = part.get("minLength", 0), part.get("maxLength", "")
+        if not all(type(length) is int for length in (least, most or 0)) or least < 0 or (most != "" and most < least):
+            raise RequestError(
+                f"tools: {place} has no text of {shown(least)} to {shown(most)} characters.", param="tools"
+            )
+        return {"type": "regex", "pattern": f"{_ANYTHING}{{{least},{most}}}"}
+    pattern = part["pattern"]
+    if not isinstance(pattern, str):
+        raise TypeError("no pattern")
     start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
     inner = pattern[start : len(pattern) - end]
     if (start or end) and "|" in re.sub(r"\([^()]*\)|\[[^]]*\]", "", inner):
