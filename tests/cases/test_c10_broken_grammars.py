@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tests.scripted import ScriptModel
+from tinyserve.engine.admission import Admission
 
 from .harness import CHAT, HI, TEXT, serving
 
@@ -90,3 +91,20 @@ async def test_big_repetitions_do_not_hold_the_loop(tok):
             assert reply.status in (200, 400)
         ticking.cancel()
         assert max(gaps) < 0.25
+
+
+@pytest.mark.anyio
+async def test_a_grammar_that_fails_while_its_answers_are_queued(tok, monkeypatch):
+    """Threads may be done with a wrong grammar before anybody waits for it: a 400 too, and not a wait without end."""
+    queued = Admission._queued
+
+    def slowly(self, prepared, index):
+        answer = queued(self, prepared, index)
+        if (wanted := answer.request.constraint) is not None:
+            self._machine.grammars.compiled(wanted).exception(timeout=30)
+        return answer
+
+    monkeypatch.setattr(Admission, "_queued", slowly)
+    async with serving(ScriptModel([97] * 8), tok) as server:
+        error = await asyncio.wait_for(server.refused(CHAT, {**HI, "structured_outputs": {"regex": "(later"}}), 10)
+    assert "regex" in error["message"]

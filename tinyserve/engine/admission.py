@@ -106,8 +106,8 @@ class Admission:
     def _await_grammar(self, stream: Stream, wanted: Constraint) -> None:
         """Queued requests wait until their grammar is compiled; they end if it is wrong or takes too long."""
         compiled = self._machine.grammars.compiled(wanted)
-        if compiled.done():
-            return
+        if compiled.done() and (compiled.cancelled() or compiled.exception() is None):
+            return  # one that has failed since the answers were queued is told like any other
         loop = asyncio.get_running_loop()
 
         def settle() -> None:
