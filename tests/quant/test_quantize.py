@@ -112,3 +112,20 @@ def test_what_is_quantised_already_is_refused(plain, tmp_path, capsys):
     assert "quantised already" in capsys.readouterr().err
     assert main(["quantize", str(plain), str(out)]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written(plain, tmp_path, capsys, monkeypatch):
+    """A file in the place of the folder, a disk that fills up, nothing to round: a line each, no folder half full."""
+    (tmp_path / "file").write_text("")
+    assert main(["quantize", str(plain), str(tmp_path / "file")]) == 2
+    assert main(["quantize", str(plain), str(tmp_path / "none"), "--skip", "."]) == 1
+    assert not any((tmp_path / "none").iterdir())
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert main(["quantize", str(plain), str(tmp_path / "full")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3
+    assert "no folder can be made" in said[0] and "--skip" in said[1] and "remove it before" in said[2]

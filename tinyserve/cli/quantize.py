@@ -53,10 +53,19 @@ def run(argv: Sequence[str]) -> int:
     config = source.config()
     if config.get("quantization_config"):
         raise ConfigError(f"{options.model} is quantised already; take the original checkpoint.")
-    if options.out.exists() and any(options.out.iterdir()):
-        raise ConfigError(f"{options.out} is not empty.")
-    options.out.mkdir(parents=True, exist_ok=True)
-    report = _convert(source, config, options)
+    from safetensors import SafetensorError
+
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        empty = not any(options.out.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{options.out}: no folder can be made there ({error.strerror}).") from None
+    if not empty:
+        raise ConfigError(f"{options.out} is not empty; name a new folder.")
+    try:
+        report = _convert(source, config, options)
+    except (OSError, SafetensorError) as error:  # a full disk
+        raise CheckpointError(f"stopped: {error}. {options.out} is not whole; remove it before another try.") from None
     worst = max(report["matrices"], key=lambda one: one["error"])
     print(
         f"{len(report['matrices'])} matrices in {options.scheme}: {format_bytes(report['bytes_before'])} -> "
@@ -97,14 +106,21 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
     linear = set(_linear_modules(config))
     if not linear & {name.removesuffix(".weight") for name in tensors}:
         raise CheckpointError(f"{options.model}: no linear layer of the model is among the checkpoint's tensors.")
+
+    def rounded(name: str) -> bool:
+        module, _, kind = name.rpartition(".")
+        left = bool(options.skip) and re.search(options.skip, module) is not None
+        return kind == "weight" and module in linear and not left and fits(tensors[name].shape, scheme)
+
+    if not any(map(rounded, tensors)):
+        raise CheckpointError(f"{options.model}: every linear layer is left out by --skip or --group-size.")
     matrices, ignored, before = [], {"lm_head"}, 0
     shards = Shards(options.out)
     for name, stored in tensors.items():
         module, _, kind = name.rpartition(".")
         numbers = stored.file.get_tensor(name)
         before += stored.nbytes
-        left = bool(options.skip) and re.search(options.skip, module) is not None
-        if kind == "weight" and module in linear and not left and fits(stored.shape, scheme):
+        if rounded(name):
             made = encode(numbers, scheme, numbers.dtype if numbers.dtype != torch.float32 else torch.float16)
             matrices.append({"module": module, "shape": list(stored.shape), "error": made.error})
             print(f"{module:<60} {list(stored.shape)!s:<16} {made.error:.4f}")
@@ -115,8 +131,6 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
             ignored.add(module)
         shards.add(name, numbers)
     shards.finish()
-    if not matrices:
-        raise CheckpointError(f"{options.model}: every linear layer was left out by --skip or --group-size.")
     config = config | {"quantization_config": config_of(options.scheme, scheme, ignored)}
     (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in source.folder.iterdir():
