@@ -1,9 +1,12 @@
 """convoy.py: steps that are planned and booked together are those that would have been planned one by one."""
 
 import random
+from concurrent.futures import Future
 
 import pytest
 
+from tinyserve.grammar.mask import Masks
+from tinyserve.grammar.matcher import UNCONSTRAINED, Unconstrained
 from tinyserve.scheduling.convoy import Convoy, Grown
 from tinyserve.step import Decodes
 
@@ -81,3 +84,30 @@ def test_whoever_asks_in_between_hears_the_truth():
     assert facts.known == 5 + len(lab.answers["a"].tokens) and facts.computed >= facts.known - 1
     lab.scheduler.check_integrity()
     assert lab.run()["a"].tokens == lab.right(made)
+
+
+class Narrowed(Unconstrained):
+    """A grammar that allows everything, and wants its masks nevertheless."""
+
+    masks = True
+
+
+@pytest.mark.parametrize("flying", [1, 2])
+def test_masks_behind_a_convoy_begin_when_its_last_step_has_landed(flying):
+    """Breaks by waiting for ever: a step with a grammar was launched behind one of a convoy, which begins it."""
+    lab = Lab(depth=flying + 1)
+    lab.scheduler._constrain = lambda made: Narrowed() if made.id == "c" else UNCONSTRAINED
+    lab.scheduler._make_masks = lambda rows: Masks(rows, lambda matchers: Future())
+    for name in "ab":
+        lab.add(name, prompt=3, max_tokens=40)
+    for _ in range(4):
+        lab.step()
+    while len(lab.flying) < flying:
+        assert isinstance(lab.plan().slices, Decodes)
+    lab.add("c", prompt=3, max_tokens=5)
+    step = lab.plan()
+
+    assert step.masks is not None and not step.masks.begun
+    for left in range(flying - 1, -1, -1):
+        lab.commit()
+        assert step.masks.begun is (left == 0)

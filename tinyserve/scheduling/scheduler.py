@@ -129,8 +129,7 @@ class Scheduler:
 
         Raises:
             ContextLengthExceeded: prompt + 1 token can never fit.   UnknownModel: no such adapter.
-            RequestError: the id is in use, or something is asked that is not available.
-            Overloaded: the queue is full.
+            RequestError: the id is in use, or something asked is not available.   Overloaded: the queue is full.
         """
         length = len(request.prompt_ids)
         if request.id in self._sequences:
@@ -149,8 +148,7 @@ class Scheduler:
 
         No Update follows. Tokens still in flight for it are dropped; blocks come back once no flight uses them.
         """
-        seq = self._sequences.get(request_id)
-        if seq is not None:
+        if (seq := self._sequences.get(request_id)) is not None:
             self._end(seq)
 
     def plan(self) -> StepInput | None:
@@ -194,6 +192,12 @@ class Scheduler:
         flown = self._flights.popleft()
         if flown.step_id != output.step_id:
             raise RuntimeError(f"step {output.step_id} was committed, but step {flown.step_id} is the oldest in flight")
+        updates = self._land(flown, output)
+        if self._flights and self._flights[0].late:  # all tokens before it are known now
+            self._flights[0].masks.begin()
+        return updates
+
+    def _land(self, flown: Flown, output: StepOutput) -> Several[Update]:
         if flown.convoy is not None:
             given = Tokens.of(output.slices)
             if flown.convoy is self._tenants.convoy:
@@ -210,14 +214,10 @@ class Scheduler:
                 self._book_late(seq, piece, given)
             elif given.bad:
                 updates.append(self._fail(seq))
-            else:
-                update = self._book(seq, piece, given)
-                if update is not None:
-                    updates.append(update)
+            elif (update := self._book(seq, piece, given)) is not None:
+                updates.append(update)
             if not seq.flights and seq.state is not State.RUNNING:
                 self._tenants.landed(seq)
-        if self._flights and self._flights[0].late:
-            self._flights[0].masks.begin()
         return updates
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
