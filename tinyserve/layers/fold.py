@@ -17,6 +17,7 @@ Before: linear.py.  After: norm.py, attention.py, mlp.py, and the layers of mode
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -48,16 +49,16 @@ class Normed:
         return rms_norm(self.x, self.weight, self.eps, offset=self.offset) if self.done is None else self.done
 
 
-class Pending:
+class Pending(ABC):
     """The last kernel of a block, not launched yet."""
 
+    @abstractmethod
     def onto(self, stream: Tensor) -> Tensor:
         """stream + result, [1, outputs], in one kernel; for one row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self) -> Tensor:
         """[T, outputs], or parts [P, T, outputs] float32 that add up to it."""
-        raise NotImplementedError
 
 
 @frozen(eq=False)
