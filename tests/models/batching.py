@@ -12,9 +12,13 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from tests import oracles
+from tests.kernels.harness import interpreting
+from tinyserve.checkpoint.source import resolve
 from tinyserve.kv.groups import group_layers
 from tinyserve.kv.storage import allocate
 from tinyserve.models.decoder import Decoder
+from tinyserve.models.registry import load_model
 
 
 @frozen(kw_only=True, eq=False)
@@ -128,3 +132,19 @@ class Paged:
 
     def ints(self, values: list, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.weight.device)
+
+
+def check_invariance(folder) -> None:
+    """The row of one prompt, prefilled and decoded alone and beside two others: 0 bits apart, and near the oracle."""
+    prompts, found = [oracles.prompt(4, seed=seed) for seed in range(3)], []
+    with interpreting():
+        for number in (1, 3):
+            model = load_model(resolve(str(folder)), dtype="float32")
+            model.make_invariant()
+            paged = Paged(model, block_size=16)
+            rows = [paged.add(tokens) for tokens in prompts[:number]]
+            first = paged.step(dict.fromkeys(rows, 3))[rows[0]]
+            found.append(torch.cat([first, paged.step(dict.fromkeys(rows, 1))[rows[0]]]))
+
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], oracles.reference_logits(folder, prompts[0]), atol=1e-4, rtol=0)

@@ -8,7 +8,7 @@ import torch
 
 from tests import oracles
 from tests.kernels.harness import interpreting, nan_outputs
-from tests.models.batching import Paged
+from tests.models.batching import Paged, check_invariance
 from tests.models.serving import serve
 from tinyserve.checkpoint.source import resolve
 from tinyserve.errors import UnsupportedModel
@@ -136,18 +136,7 @@ def test_one_token_alone_gives_the_same_logits(name, checkpoint):
 
 def test_batch_invariant_logits_are_equal_to_the_bit(checkpoint):
     """The row of one prompt, prefilled and decoded alone and beside two others: 0 bits apart."""
-    prompts, found = [oracles.prompt(4, seed=seed) for seed in range(3)], []
-    with interpreting():
-        for number in (1, 3):
-            model = open_model(checkpoint("qwen3"))
-            model.make_invariant()
-            paged = Paged(model, block_size=16)
-            rows = [paged.add(tokens) for tokens in prompts[:number]]
-            first = paged.step(dict.fromkeys(rows, 3))[rows[0]]
-            found.append(torch.cat([first, paged.step(dict.fromkeys(rows, 1))[rows[0]]]))
-
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[0], oracles.reference_logits(checkpoint("qwen3"), prompts[0]), **CLOSE)
+    check_invariance(checkpoint("qwen3"))
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["references", "interpreted kernels"])

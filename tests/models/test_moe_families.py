@@ -8,7 +8,7 @@ import torch
 
 from tests import oracles
 from tests.kernels.harness import interpreting, nan_outputs
-from tests.models.batching import Paged
+from tests.models.batching import Paged, check_invariance
 from tests.models.serving import serve
 from tests.moe_configs import CONFIGS
 from tinyserve.checkpoint.source import resolve
@@ -90,18 +90,7 @@ def test_triton_kernels_give_the_same_logits(name, checkpoint, monkeypatch):
 
 def test_batch_invariant_logits_are_equal_to_the_bit(checkpoint):
     """The row of one prompt, prefilled and decoded alone and beside two others: 0 bits apart. MLA refuses by name."""
-    prompts, found = [oracles.prompt(4, seed=seed) for seed in range(3)], []
-    with interpreting():
-        for number in (1, 3):
-            model = open_model(checkpoint("qwen2-moe"))
-            model.make_invariant()
-            paged = Paged(model, block_size=16)
-            rows = [paged.add(tokens) for tokens in prompts[:number]]
-            first = paged.step(dict.fromkeys(rows, 3))[rows[0]]
-            found.append(torch.cat([first, paged.step(dict.fromkeys(rows, 1))[rows[0]]]))
-
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[0], oracles.reference_logits(checkpoint("qwen2-moe"), prompts[0]), **CLOSE)
+    check_invariance(checkpoint("qwen2-moe"))
     with pytest.raises(UnsupportedModel, match=r"products of layers.0.attn.kv_up"):
         open_model(checkpoint("deepseek-v2")).make_invariant()
 
