@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tinyserve.cli.process import SWITCH_INTERVAL
+from tinyserve.cli.process import SWITCH_INTERVAL, keep_loaded
 
 from .harness import Oracle, write_tiny, write_tokenizer
 
@@ -17,18 +17,19 @@ def anyio_backend():
 
 @pytest.fixture(scope="session", autouse=True)
 def process():
-    """What the serve command does to its process: short turns for busy threads, no libraries in the collector's way.
+    """What the serve command does to its process: short turns for busy threads, little work for the collector.
 
     Without the first, a thread with a template in it delays a stream tenfold; without the second, each engine that
-    closes costs half a second.
+    closes costs half a second, and one look at all that a thousand requests hold, which Python's own thresholds ask for
+    every few seconds, holds the loop for 50 ms, in a run of all tests for twice that.
     """
-    before = sys.getswitchinterval()
+    before = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    gc.collect()
-    gc.freeze()
+    keep_loaded()
     yield
     gc.unfreeze()
-    sys.setswitchinterval(before)
+    gc.set_threshold(*before[1])
+    sys.setswitchinterval(before[0])
 
 
 @pytest.fixture(scope="session")
