@@ -5,6 +5,7 @@ import torch
 
 from tests.scripted import VOCAB, ScriptModel
 from tinyserve.device import Device, Memory
+from tinyserve.kernels.launch import once
 from tinyserve.runner import runner as runner_module
 from tinyserve.runner.graphs import MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
 from tinyserve.runner.runner import Limits, Runner
@@ -44,7 +45,8 @@ class Told(ScriptModel):
     """Logits that depend on the position and the token there, so that a wrong row shows."""
 
     def forward(self, batch):
-        return torch.stack([batch.positions.float(), batch.tokens.float()], dim=1)
+        places = once(batch.memo, ("places",), batch.positions.float)  # what layers share
+        return torch.stack([places, batch.tokens.float()], dim=1)
 
     def logits(self, hidden):
         phase = torch.arange(VOCAB) * (1 + hidden[:, :1]) + 7 * hidden[:, 1:]
@@ -108,7 +110,11 @@ def outputs(runner):
 
 
 def test_graphs_change_nothing(make):
-    """The same steps, in their own shapes and in the padded ones of graphs: equal tokens, logprobs and rows."""
+    """The same steps, in their own shapes and in the padded ones of graphs: equal tokens, logprobs and rows.
+
+    The model shares its positions by the batch's memo, as layers do: a graph that found there what the run before its
+    recording had made would read memory that is no longer its own.
+    """
     plain, graphed = make(), make(Recorded(Recorder(), WANTED))
     for runner in (plain, graphed):
         warm_up(runner)

@@ -219,10 +219,10 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 def once(memo: dict | None, key: tuple, make: Callable[[], Any]) -> Any:
     """What a step's layers would all compute alike: the first one makes it, `memo` keeps it for the others.
 
-    Only references need it, because on the CPU every tensor operation of every layer costs as much as a small product.
+    Mostly for references, because on the CPU every tensor operation of every layer costs as much as a small product.
 
     Args:
-        memo: belongs to one step (`Batch.memo`); None: make it now.
+        memo: belongs to one computation of a step (`Batch.memo`); None: make it now.
         key: says what it is, and for which of the step's tensors.
         make: computes it; must not return None.
     """

@@ -45,7 +45,7 @@ class Batch(Protocol):
         num_seqs: S.   num_decodes: leading sequences with exactly one token.
         max_query_len, max_seq_len: upper bounds over the sequences.
         max_cached_len: upper bound of what a sequence with several tokens had in the cache before this step.
-        memo: empty when the step begins; what its layers share on the CPU (kernels/launch.py::once).
+        memo: empty when a computation of the step begins; what its layers share (kernels/launch.py::once).
     """
 
     tokens: Tensor

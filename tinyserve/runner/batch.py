@@ -98,7 +98,7 @@ class Batch:
         max_seq_len: no entry of seq_lens is larger.
         max_cached_len: no sequence of several query tokens had more in the cache before this step.
         views: the buffers that all of this stands in.
-        memo: what the layers of this step share on the CPU (kernels/launch.py::once).
+        memo: what the layers of one computation of this step share (kernels/launch.py::once); the next begins empty.
     """
 
     tokens: torch.Tensor

@@ -311,6 +311,7 @@ class Runner:
             chosen: it is chosen here.
         """
         views = batch.views
+        batch.memo.clear()  # a recording computes twice, and what the first run made is gone when the graph is replayed
         self.batches.gather(views)
         hidden = self.model.forward(batch)
         if not sampled:
