@@ -22,8 +22,21 @@ SHAPE = {
 FAMILIES = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
-}
+    # Their layers share what they work out on the device from the step: rows and lengths, chunks, factors.
+    "deepseek": {
+        "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "head_dim": None,
+        "num_key_value_heads": 8, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+    },
+    "llama4": {
+        "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_local_experts": 4,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 512,
+        "attention_chunk_size": 64, "floor_scale": 8, "attn_scale": 0.5,
+    },
+}  # fmt: skip
 BATCHES = (1, 2, 3, 8, 17, 64)
+WAYS = (({}, 0.0), ({}, 6.0), ({"depth": 2}, 6.0), ({"depth": 2, "max_num_batched_tokens": 64}, 0.0))
 
 
 def config(folder, family, *, dtype="float32", depth=1, eager=False, **scheduler):
@@ -82,7 +95,7 @@ def test_graphs_depth_and_chunks_change_no_id(tmp_path, family):
     """95 prompts in batches of 1 to 64, alone and together; float32, where another order of additions moves little."""
     plain = answers(config(tmp_path, family, eager=True))
 
-    for options, idle in (({}, 0.0), ({}, 6.0), ({"depth": 2}, 6.0), ({"depth": 2, "max_num_batched_tokens": 64}, 0.0)):
+    for options, idle in WAYS[: None if family in ("llama", "qwen3") else 1]:
         found = answers(config(tmp_path, family, **options), idle)
         chunked = "max_num_batched_tokens" in options  # that moves logits more, and a draw may notice
         for count in BATCHES:
