@@ -1,6 +1,7 @@
 """The choice of block sizes, and the harness that stands behind the other tests of this folder."""
 
 import json
+import sys
 import threading
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
+from triton.runtime import build, driver
 
 from tests.kernels.harness import TARGETS, CompileDriver, compile_only, interpreting, nan_outputs, replaced
 from tinyserve.kernels import launch
@@ -300,3 +301,22 @@ def test_a_kernel_has_one_place_in_the_cache_whatever_was_hashed_before(first):
         places.append(_calling_kernel.cache_key)
 
     assert places[0] == places[1]
+
+
+MODULE = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, ""}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "one_name", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit_one_name(void) {{ return PyModule_Create(&definition); }}
+"""
+
+
+def test_launchers_of_one_name_stay_apart(monkeypatch, tmp_path):
+    """Two files of one name, the first loaded again: 1, 2, 1. The second one gave 1, with the first's arguments."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    first, second, again = (
+        build.compile_module_from_src(MODULE.format(number=number), "one_name") for number in (1, 2, 1)
+    )
+    assert [module.launch() for module in (first, second, again)] == [1, 2, 1]
+    assert "one_name" not in sys.modules

@@ -22,6 +22,7 @@ Before: `device.py`, which device this is.  After: every kernel file of this fol
 import contextlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +36,7 @@ import triton
 import triton.language as tl
 from attrs import field, frozen
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime import driver
+from triton.runtime import build, driver
 from triton.runtime.jit import JITCallable
 
 TUNED = Path(__file__).parent / "tuned"
@@ -50,6 +51,7 @@ CPU_RUNS_KERNELS = bool(triton.knobs.runtime.interpret)
 _FOUND: dict[tuple, tuple[list, dict[str, int]]] = {}
 _HASHING = threading.Lock()
 _NOTING = threading.Lock()  # one thread at a time changes Triton's ways
+_LINKING = threading.Lock()
 
 
 @frozen
@@ -162,6 +164,30 @@ def _undisturbed(compile_kernel: Callable[[], Any], most: int = 20) -> Any:
             if "recursion depth mismatch" not in str(error):
                 raise
     return compile_kernel()
+
+
+def _apart(load: Callable[[str, str], ModuleType]) -> Callable[[str, str], ModuleType]:
+    """Triton's way to load a module in C from a path, so that each load gives a module of its own.
+
+    All launchers have one name. When a file is loaded that has been loaded before (kernels of one signature share a
+    launcher), Python gives out the module of that name, whichever launcher's it is, with this file's functions in it.
+    A thread that has just loaded another one then takes the wrong function: its kernel is launched with arguments that
+    it does not have. So one thread loads at a time, and the name is forgotten before the next.
+    """
+
+    def alone(name: str, path: str) -> ModuleType:
+        with _LINKING:
+            sys.modules.pop(name, None)
+            try:
+                return load(name, path)
+            finally:
+                sys.modules.pop(name, None)
+
+    return alone
+
+
+if hasattr(build, "_load_module_from_path"):
+    build._load_module_from_path = _apart(build._load_module_from_path)
 
 
 class Loading:
