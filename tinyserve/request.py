@@ -240,7 +240,7 @@ class Request:
         priority: lower runs first under the priority policy; then arrival.
         arrival: time.monotonic() when the front took it.
         cache_salt: requests share cached prefixes only with an equal salt.
-        adapter: name of the LoRA adapter, or None.
+        adapter: the LoRA adapter that answers (lora/adapters.Adapter), or None.
         constraint: the grammar of the answer, and the thought before it, or None.
         answered: how many of the prompt's last tokens are the beginning of the answer, for its grammar.
     """
@@ -255,7 +255,7 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     cache_salt: str | None = None
-    adapter: str | None = None
+    adapter: Any = None
     media: tuple[Media, ...] = ()
     constraint: Constraint | None = None
     answered: int = 0

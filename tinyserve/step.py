@@ -51,6 +51,7 @@ class RowParams:
         bias: (token, value) pairs.   allowed: the only ids that may be chosen, None for all.
         masked: ids that are -inf while fewer than `min_tokens` output tokens exist.
         pooled: the hidden state of the last prompt token is wanted.
+        adapter: place of the LoRA adapter's weights on the device, + 1; 0 for the base model.
         bad_words: token sequences whose last token is -inf when the output ends with the rest.
     """
 
@@ -69,13 +70,14 @@ class RowParams:
     prompt_ids: tuple[tuple[int, ...], ...] = ()
     prompt_start: int = 0
     pooled: bool = False
+    adapter: int = 0
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     masked: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, request: Request) -> RowParams:
+    def of(cls, request: Request, adapter: int = 0) -> RowParams:
         """The row parameters of a request; top-k and friends are off for greedy rows."""
         p = request.sampling
         random = not p.greedy
@@ -95,6 +97,7 @@ class RowParams:
             prompt_ids=p.prompt_logprob_token_ids or (),
             prompt_start=p.prompt_logprob_start or 0,
             pooled=request.pooling is not None,
+            adapter=adapter,
             bias=tuple((p.logit_bias or {}).items()),
             allowed=p.allowed_token_ids,
             masked=tuple(sorted(request.end_ids)) if p.min_tokens and not request.has_grammar else (),
@@ -177,6 +180,7 @@ class StepInput:
     """One step's work. Order of effect: closed, opened, edits, then the slices are computed together.
 
     masks: what grammars allow in this step, or None (grammar/mask.Masks); it is on its way, and not packed.
+    moves: adapters that get a place on the device before the slices are computed (lora/adapters.Move); not packed.
     """
 
     step_id: int
@@ -185,6 +189,7 @@ class StepInput:
     closed: tuple[int, ...] = ()
     edits: tuple[TableEdit, ...] = ()
     masks: Any = field(default=None, eq=False, repr=False)
+    moves: tuple[Any, ...] = field(default=(), eq=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -255,7 +260,7 @@ def _pack_opening(opening: SlotOpening, out: array) -> None:
     out.extend(_float_bits(getattr(p, name)) for name in _FLOATS)
     out.extend((p.top_k, *struct.unpack("<ii", struct.pack("<q", p.seed)), p.min_tokens))
     out.extend(_NONE if n is None else n for n in (p.logprobs, p.prompt_logprobs))
-    out.extend((len(p.logprob_ids), *p.logprob_ids, p.prompt_start, int(p.pooled)))
+    out.extend((len(p.logprob_ids), *p.logprob_ids, p.prompt_start, int(p.pooled), p.adapter))
     _pack_lists(p.prompt_ids, out)
     out.extend((len(p.bias), *(token for token, _ in p.bias), *(_float_bits(value) for _, value in p.bias)))
     out.extend((_NONE,) if p.allowed is None else (len(p.allowed), *p.allowed))
@@ -279,7 +284,8 @@ def _unpack_opening(ints: _Reader) -> SlotOpening:
     floats = {name: _bits_float(bits) for name, bits in zip(_FLOATS, ints.take(len(_FLOATS)), strict=True)}
     top_k, low, high, min_tokens = ints.take(4)
     logprobs, prompt_logprobs = (None if n == _NONE else n for n in ints.take(2))
-    logprob_ids, prompt_start, pooled, prompt_ids = ints.counted(), ints.one(), ints.one(), _unpack_lists(ints)
+    logprob_ids, (prompt_start, pooled, adapter) = ints.counted(), ints.take(3)
+    prompt_ids = _unpack_lists(ints)
     count = ints.one()
     bias = tuple(zip(ints.take(count), map(_bits_float, ints.take(count)), strict=True))
     count = ints.one()
@@ -294,6 +300,7 @@ def _unpack_opening(ints: _Reader) -> SlotOpening:
         prompt_ids=prompt_ids,
         prompt_start=prompt_start,
         pooled=bool(pooled),
+        adapter=adapter,
         bias=bias,
         allowed=None if count == _NONE else ints.take(count),
         masked=ints.counted(),

@@ -15,7 +15,7 @@ CASES = [  # tokens, K, parts, R
 
 
 def given(tokens, width, parts, rank, dtype, device, slots=3):
-    """x, a, b, places and the base product. Both buffers have room between places, as in a bank."""
+    """x, a, b, places and the base product. Both buffers have room between places, as on a device."""
     x = gapped(randn(tokens, width, dtype=dtype, device=device))
     rows, columns = len(parts) * rank, sum(parts)
     flat = randn(slots, rows * width + columns * rank + 5, dtype=dtype, device=device, seed=1, spread=0.2)

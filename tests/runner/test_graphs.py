@@ -7,6 +7,7 @@ from tests.scripted import VOCAB, ScriptModel
 from tinyserve.device import Device, Memory
 from tinyserve.kernels.launch import once
 from tinyserve.runner import runner as runner_module
+from tinyserve.runner.batch import Shape
 from tinyserve.runner.graphs import MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
 from tinyserve.runner.runner import Limits, Runner
 from tinyserve.runner.warmup import check_rings, graph_bytes, warm_up
@@ -142,14 +143,14 @@ def test_the_next_larger_graph_serves_until_its_own_is_there(make):
     runner = make(Recorded(Recorder(), WANTED))
     warm_up(runner)
     graphs = runner.graphs
-    three = runner._own_shape([SeqSlice(slot, 5, 1) for slot in range(3)])
-    chunk = runner._own_shape([SeqSlice(0, 5, 20)])
+    three = Shape.of([SeqSlice(slot, 5, 1) for slot in range(3)], adapted=False)
+    chunk = Shape.of([SeqSlice(0, 5, 20)], adapted=False)
 
     assert graphs.fit(three).seqs == 4
     assert graphs.fit(chunk).tokens == 32
-    five = runner._own_shape([SeqSlice(slot, 5, 1) for slot in range(5)])
+    five = Shape.of([SeqSlice(slot, 5, 1) for slot in range(5)], adapted=False)
     assert graphs.fit(five) == five
-    crowd = runner._own_shape([SeqSlice(slot, 5, 2) for slot in range(MIXED_PROMPTS + 1)])
+    crowd = Shape.of([SeqSlice(slot, 5, 2) for slot in range(MIXED_PROMPTS + 1)], adapted=False)
     assert graphs.fit(crowd) == crowd
 
 

@@ -3,7 +3,7 @@
     lora_shrink   y = A[p] · x          [T, K] -> [T, parts · R], float32
     lora_expand   out += B[p] · y       each part of a fused product (q, k, v) from its own R numbers of y
 
-The matrices of all adapters that may run together lie in one buffer, one after the other (lora/bank.py), and `places`
+The matrices of all adapters that may run together lie in one buffer, one after the other (lora/batch.py), and `places`
 says for each token which it wears, -1 for none. A program takes a tile of tokens and does the product once for every
 place that some token of the tile wears; a row keeps what belongs to its own place, so neighbours never mix, and a row
 without an adapter is not even written. Beside the product itself, A and B are read once for every tile: R·(K + N)
@@ -11,7 +11,7 @@ numbers, R being 8 to 64 where K and N are thousands. With few tokens K is split
 
 Source: Hu et al., "LoRA", arXiv:2106.09685, section 4.1; Chen et al., "Punica", arXiv:2310.18547 (many at once).
 
-Before: the base product, in any format.  After: lora/bank.py, which adds it there.
+Before: the base product, in any format.  After: lora/batch.py, which adds it there.
 """
 
 import torch

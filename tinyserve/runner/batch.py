@@ -41,11 +41,22 @@ class Shape:
 
     Args:
         tokens: T.   seqs: S.   decodes: leading sequences of one token each.
+        adapted: some row may wear an adapter, so products are followed by additions to them (lora/batch.py).
     """
 
     tokens: int
     seqs: int
     decodes: int
+    adapted: bool = False
+
+    @classmethod
+    def of(cls, pieces: Sequence[SeqSlice], *, adapted: bool) -> Shape:
+        """The shape of a step as it is, without padding. pieces: single ones stand first."""
+        seqs = len(pieces)
+        if isinstance(pieces, Decodes) or pieces[-1].count == 1:
+            return cls(seqs, seqs, seqs, adapted)
+        tokens = sum(piece.count for piece in pieces)
+        return cls(tokens, seqs, sum(piece.count == 1 for piece in pieces), adapted)
 
     @property
     def is_decode(self) -> bool:
@@ -121,6 +132,11 @@ class Batch:
     def num_tokens(self) -> int:
         """T."""
         return self.views.shape.tokens
+
+    @property
+    def token_rows(self) -> torch.Tensor:
+        """[T] int32: the row of each token."""
+        return self.slots if self.views.token_rows is None else self.views.token_rows
 
 
 class _Layout:

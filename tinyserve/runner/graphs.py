@@ -6,6 +6,7 @@ holds graphs of some shapes, each for all steps that fit in:
 
     decodes     1 2 4 8 16 24 32 48 ...           every sequence has one token; the next larger graph takes the step
     mixed       (0 | 16 | 64 ... decodes) + (32 .. 512 tokens of at most 8 prompts)
+    adapted     all of these again, where there may be adapters, for steps in which some row wears one
 
 A graph costs 5 to 35 us of host time where its kernels, launched one by one, cost 12 to 29 ms (28 to 36 layers,
 measured on an H200), so all steps that take the device less than that are worth one. Graphs are recorded large to small
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from ..device import Device, borrowed
 from .batch import Shape, Views
@@ -141,19 +142,22 @@ class Wanted:
     Args:
         decodes: numbers of sequences of decode steps, ascending.
         mixed: (decodes, prompt tokens) of mixed steps, ascending.
-        first: how many are recorded at once.
+        adapted: whether there are adapters; all shapes are wanted without and with them then.
     """
 
     decodes: Sequence[int]
     mixed: Sequence[tuple[int, int]] = field(factory=tuple)
+    adapted: bool = False
 
     @classmethod
-    def usual(cls, max_seqs: int, max_tokens: int, decodes: Sequence[int] | None = None) -> Wanted:
+    def usual(
+        cls, max_seqs: int, max_tokens: int, decodes: Sequence[int] | None = None, *, adapted: bool = False
+    ) -> Wanted:
         """For a runner of so many sequences and tokens; decodes: other sizes than the usual ones."""
         sizes = sorted({size for size in decodes if size <= max_seqs}) if decodes else decode_sizes(max_seqs)
         prompts = [size for size in (32, 64, 128, 256, MIXED_TOKENS) if size <= max_tokens]
         beside = [0, *(size for size in (16, 64, 256) if size in sizes)]
-        return cls(decodes=sizes, mixed=[(some, size) for some in beside for size in prompts])
+        return cls(decodes=sizes, mixed=[(some, size) for some in beside for size in prompts], adapted=adapted)
 
     def shapes(self) -> list[Shape]:
         """All of them, in the order in which they are recorded: the first ones, large to small, then the others."""
@@ -162,11 +166,14 @@ class Wanted:
         mixed = [mixed_shape(*pair) for pair in sorted(self.mixed, key=lambda pair: (-pair[1], -pair[0]))]
         early = [shape for shape in mixed if not shape.decodes] + [s for s in decodes if s.seqs in first]
         late = [shape for shape in (*mixed, *decodes) if shape not in early]
+        if self.adapted:
+            early, late = (shapes + [evolve(shape, adapted=True) for shape in shapes] for shapes in (early, late))
         return early + late
 
     def early(self) -> int:
         """How many of `shapes` are recorded before anything is served."""
-        return sum(not decodes for decodes, _ in self.mixed) + len(first_sizes(self.decodes))
+        once = sum(not decodes for decodes, _ in self.mixed) + len(first_sizes(self.decodes))
+        return once * (1 + self.adapted)
 
 
 def mixed_shape(decodes: int, tokens: int) -> Shape:
@@ -202,12 +209,13 @@ class Recorded:
 
     def _search(self, shape: Shape) -> Shape:
         if shape.is_decode:
-            options = [Shape(size, size, size) for size in self._wanted.decodes if size >= shape.seqs]
+            sizes = [size for size in self._wanted.decodes if size >= shape.seqs]
+            options = [Shape(size, size, size, shape.adapted) for size in sizes]
         else:
             prompts, tokens = shape.seqs - shape.decodes, shape.tokens - shape.decodes
             fits = prompts <= MIXED_PROMPTS
             pairs = (pair for pair in self._wanted.mixed if fits and pair[0] >= shape.decodes and pair[1] >= tokens)
-            options = [mixed_shape(*pair) for pair in pairs]
+            options = [evolve(mixed_shape(*pair), adapted=shape.adapted) for pair in pairs]
         return next((option for option in options if option in self._graphs), shape)
 
     def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:

@@ -29,6 +29,7 @@ from attrs import frozen
 from ..device import Device
 from ..errors import EngineDead
 from ..kernels.keep_tokens import keep_tokens
+from ..lora.batch import DeviceAdapters, NoDeviceAdapters
 from ..sampling.logprobs import TokenReports
 from ..sampling.sampler import GrammarMask, Sampler
 from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs, Tokens
@@ -121,21 +122,29 @@ class Runner:
     Args:
         model: bound to its KV storage.   sampler: with as many rows as `limits.rows`.
         limits: see there.   device: where model and sampler are.
-        graphs: how a step's computation is run; Eager unless given.
+        graphs: how a step's computation is run; Eager unless given.   adapters: of the model; none unless given.
     """
 
     def __init__(
-        self, model: Model, sampler: Sampler, limits: Limits, device: Device, graphs: Graphs | None = None
+        self,
+        model: Model,
+        sampler: Sampler,
+        limits: Limits,
+        device: Device,
+        graphs: Graphs | None = None,
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         self.model = model
         self.sampler = sampler
         self.device = device
         self.graphs: Graphs = graphs or Eager()
+        self.adapters: DeviceAdapters = adapters or NoDeviceAdapters()
         self.limits = limits
         self.rows = Rows(limits.rows, limits.max_model_len, limits.groups, limits.block_size, device.torch)
         ring, tokens, seqs = limits.depth + 1, limits.max_tokens, limits.max_seqs
         if not isinstance(self.graphs, Eager):  # room for the padding of a mixed graph
             tokens, seqs = max(tokens, seqs + MIXED_TOKENS), seqs + MIXED_PROMPTS
+        self.adapters.reserve(tokens)
         self.batches = BatchBuilder(self.rows, sampler.table, tokens, seqs, device, ring)
         self._events = [device.event() for _ in range(ring)]
         self._worker = Workers("tinyserve-step")
@@ -186,7 +195,8 @@ class Runner:
         self._closed = True
         self._worker.close()
         self.graphs.close()
-        del self.model, self.sampler, self.rows, self.batches
+        self.adapters.close()
+        del self.model, self.sampler, self.rows, self.batches, self.adapters
         self.device.release_unused()
 
     @torch.inference_mode()
@@ -258,6 +268,7 @@ class Runner:
         for opening in step.opened:
             self.sampler.open(opening.slot, opening.prompt_len, opening.params)
         self.sampler.flush()
+        self.adapters.apply(step.moves)
         return self.rows.take(step)
 
     def _forward(self, pieces: Sequence[SeqSlice], differences: Differences | None, *, masked: bool) -> _Forward:
@@ -265,7 +276,7 @@ class Runner:
         slots = pieces.slots if isinstance(pieces, Decodes) else tuple([piece.slot for piece in pieces])
         asks = self.sampler.asks(slots)
         more = asks.more or masked
-        own = self._own_shape(pieces)
+        own = Shape.of(pieces, adapted=bool(self.rows.adapted) and not self.rows.adapted.isdisjoint(slots))
         sampled = isinstance(pieces, Decodes) or any(piece.samples for piece in pieces)
         exact = not own.is_decode and (more or bool(self._scored(pieces)) or bool(wanted(pieces, self.rows.pooled)))
         shape = own if exact else self.graphs.fit(own)
@@ -296,14 +307,6 @@ class Runner:
             places = [shape.place(i, own.decodes) for i in places]
         return places, self.batches.given(views.shape.seqs) if forward.sampled else None, reports
 
-    def _own_shape(self, pieces: Sequence[SeqSlice]) -> Shape:
-        """The shape of a step as it is, without padding."""
-        seqs = len(pieces)
-        if isinstance(pieces, Decodes) or pieces[-1].count == 1:  # single ones stand first
-            return Shape(seqs, seqs, seqs)
-        tokens = sum(piece.count for piece in pieces)
-        return Shape(tokens, seqs, sum(piece.count == 1 for piece in pieces))
-
     def _compute(self, batch: Batch, *, filters: bool, sampled: bool = True, chosen: bool = True) -> Computed:
         """Gather, forward, logits, the chosen tokens and where they go; nothing depends on the host's numbers.
 
@@ -313,6 +316,7 @@ class Runner:
         views = batch.views
         batch.memo.clear()  # a recording computes twice, and what the first run made is gone when the graph is replayed
         self.batches.gather(views)
+        self.adapters.wear(views.shape.adapted, self.rows.adapters, batch.token_rows)
         hidden = self.model.forward(batch)
         if not sampled:
             self._keep(views.slots[:0], views.kept[:0] > 0, views)

@@ -1,13 +1,14 @@
 """What the device remembers of every running request, one row each.
 
     tokens   [N, W] int32    all tokens of the row: prompt, then output; position p of the row is tokens[row, p]
+    adapters [N] int32       place of the adapter that the row wears, + 1; 0 for none
     tables   [G, N, B] int32 KV group g keeps positions p of the row in block tables[g, row, p // block_size]
 
 The host writes prompts and block-table differences; the sampler writes output tokens on the device. That is why a step
 can be launched before the host knows the tokens of the step before: its input token is already in the row, or will be
 when the kernels of the earlier step have run.
 
-Both lie in one piece of memory, so that all differences of a step are pairs (place, number) that one scatter applies.
+All lie in one piece of memory, so that all differences of a step are pairs (place, number) that one scatter applies.
 
 N rows, the last one spare: padding of a batch reads and writes there. W = max_model_len + 1 (the token after the last
 position may still be written), B blocks of the longest row.
@@ -50,13 +51,17 @@ class Rows:
         self.spare = rows
         count, width, blocks = rows + 1, max_model_len + 1, -(-max_model_len // block_size)
         self._tables_at = -(-count * width // ALIGN) * ALIGN
-        self.state = torch.zeros(self._tables_at + groups * count * blocks, dtype=torch.int32, device=device)
+        self._adapters_at = self._tables_at + groups * count * blocks
+        self.state = torch.zeros(self._adapters_at + count, dtype=torch.int32, device=device)
         self.tokens = self.state[: count * width].view(count, width)  # [N, W]
-        self.tables = self.state[self._tables_at :].view(groups, count, blocks)  # [G, N, B]
+        self.tables = self.state[self._tables_at : self._adapters_at].view(groups, count, blocks)  # [G, N, B]
+        self.adapters = self.state[self._adapters_at :]  # [N]
+        self._worn = [0] * count  # what the device has there
         self.prompt_lens = [0] * (rows + 1)
         self.params: list[RowParams | None] = [None] * rows
         self.scored: set[int] = set()  # rows that ask about their prompt
         self.pooled: set[int] = set()  # rows that want a hidden state
+        self.adapted: set[int] = set()  # rows that wear an adapter
 
     def apply(self, step: StepInput) -> None:
         """Take over a step's differences: rows closed and opened, blocks added."""
@@ -68,6 +73,7 @@ class Rows:
             self.params[slot] = None
             self.scored.discard(slot)
             self.pooled.discard(slot)
+            self.adapted.discard(slot)
         if not (step.opened or step.edits):
             return None
         width, (_, rows, blocks) = self.tokens.shape[1], self.tables.shape
@@ -88,6 +94,12 @@ class Rows:
                 self.pooled.add(opening.slot)
             firsts.append(opening.slot * width)
             parts.append(opening.tokens)
+            if opening.params.adapter:
+                self.adapted.add(opening.slot)
+            if opening.params.adapter != self._worn[opening.slot]:
+                self._worn[opening.slot] = opening.params.adapter
+                firsts.append(self._adapters_at + opening.slot)
+                parts.append((opening.params.adapter,))
         for edit in step.edits:
             firsts.append(self._tables_at + (edit.group * rows + edit.slot) * blocks + edit.start)
             parts.append(edit.blocks)

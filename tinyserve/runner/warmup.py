@@ -32,6 +32,7 @@ EDITED = RowParams(
     temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
     repetition_penalty=1.1, min_tokens=2, bias=((1, 1.0),), masked=(0,), bad_words=((0, 1),), allowed=(0, 1, 2),
 )  # fmt: skip
+WORN = evolve(GREEDY, adapter=1)  # whose weights are zeros while nothing is loaded
 PENALISED = evolve(EDITED, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 REPORTED = tuple(
     evolve(params, logprobs=count, prompt_logprobs=count, logprob_ids=(0, 1))
@@ -98,7 +99,8 @@ def every_step(runner: Runner) -> None:
     """
     rehearse(runner)
     _all_kinds(runner)
-    decodes = [Shape(size, size, size) for size in decode_sizes(runner.limits.max_seqs)]
+    worn = (False, True) if runner.adapters.places else (False,)
+    decodes = [Shape(size, size, size, adapted) for size in decode_sizes(runner.limits.max_seqs) for adapted in worn]
     for shape in runner.graphs.shapes() or decodes:
         runner.try_shape(shape)
     runner.batches.follow()
@@ -144,6 +146,8 @@ def _all_kinds(runner: Runner) -> None:
     shapes += [([length] * count, (GREEDY,)) for length in (2, 4, 8, 16) for count in crowds]
     shapes += [([1, *rest], (GREEDY,)) for rest in ([2], [15, 16], [17] * 16)]
     shapes += [([2] * 4, kinds) for kind in REPORTED for kinds in ((kind,), (kind, GREEDY))]
+    if runner.adapters.places:  # products are not folded into their neighbours then
+        shapes += [(counts, (WORN,)) for counts, kinds in shapes if kinds == (GREEDY,)]
     for counts, kinds in shapes:
         if len(counts) <= limits.max_seqs and sum(counts) <= longest:
             _steps(runner, counts, kinds, decodes=int(max(counts) <= 2))

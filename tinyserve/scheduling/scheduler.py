@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from itertools import chain, islice
 from typing import Any
@@ -128,7 +128,7 @@ class Scheduler:
         A request whose max_tokens exceeds the room left (context, or the pool if that is smaller) ends as LENGTH there.
 
         Raises:
-            ContextLengthExceeded: prompt + 1 token can never fit.   UnknownModel: no such adapter.
+            ContextLengthExceeded: prompt + 1 token can never fit.   UnknownModel: adapters are off.
             RequestError: the id is in use, or something asked is not available.   Overloaded: the queue is full.
         """
         length = len(request.prompt_ids)
@@ -174,6 +174,7 @@ class Scheduler:
         convoy = self._tenants.set_off(step.sequences) if step.plain and isinstance(self._drafter, NoDrafts) else None
         slices = tuple(step.slices) if convoy is None else convoy.slices()
         parts = {"opened": tuple(step.opened), "edits": tuple(step.edits), "masks": masks}
+        parts["moves"] = self._adapters.moves()
         return self._takes_off(step.sequences, slices, convoy=convoy, **parts)
 
     def _nobody_enters(self) -> bool:
@@ -281,7 +282,7 @@ class Scheduler:
             seq = waiting[index]
             if len(tenants.running) >= options.max_num_seqs or not tenants.rows.num_free or seq.slot is not None:
                 return
-            if not seq.constraint.ready or not self._adapter_fits(seq):
+            if not seq.constraint.ready or not self._adapters.fits(seq.request.adapter, self._active()):
                 index += 1
                 continue
             admission = self._admit(seq, step)
@@ -289,11 +290,9 @@ class Scheduler:
                 return
             index += not admission.count
 
-    def _adapter_fits(self, seq: Sequence) -> bool:
-        if seq.request.adapter is None:
-            return True
-        active = {other.request.adapter for other in self._tenants.running} - {None}
-        return self._adapters.fits(seq.request.adapter, active)
+    def _active(self) -> Iterator[Any]:
+        """The adapters of what runs, None for the base model."""
+        return (seq.request.adapter for seq in self._tenants.running)
 
     def _admit(self, seq: Sequence, step: StepDraft) -> Admission | None:
         """Reserve, open a row and plan the first chunk; None when the cache or the budget has no room for it."""
@@ -318,7 +317,8 @@ class Scheduler:
         self._waiting.remove(seq)
         self._tenants.enter(seq)
         seq.computed = seq.scheduled = admission.cached
-        prompt_len, params = len(seq.request.prompt_ids), RowParams.of(seq.request)
+        prompt_len, place = len(seq.request.prompt_ids), self._adapters.place(seq.request.adapter, self._active())
+        params = RowParams.of(seq.request, place)
         step.opened.append(SlotOpening(seq.slot, prompt_len, tuple(seq.tokens), params))
         step.add(seq, admission.count)
         return admission

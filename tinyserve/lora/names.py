@@ -1,0 +1,238 @@
+"""A PEFT checkpoint: which module it adapts by how much, or why it cannot be used.
+
+    adapter_config.json         r, lora_alpha, use_rslora, rank_pattern, alpha_pattern ...
+    adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, K], ...lora_B.weight [N, r]
+
+The modules are those of the base checkpoint, so the family's own table (WEIGHTS) says where they are in the model:
+q_proj is a part of the fused `attn.qkv`, and a module that fills all parts at once (Phi-3's qkv_proj) gives each of
+them the same A. Which modules are adapted is read from the tensors; `target_modules`, be it a list, a pattern or
+"all-linear", only says what training chose.
+
+An adapter that asks for more than W + factor * B A is refused by the name of what it asks for, because its answers
+would be wrong without it; so is one with a single tensor that has no place here. The base model must not answer
+instead.
+
+Before: checkpoint/table.py, models/registry.py (the table).  After: batch.py (brings it to the device).
+
+Source: Hu et al., arXiv:2106.09685 (factor alpha / r); Kalajdzievski, arXiv:2312.03732 (alpha / sqrt(r)).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ..checkpoint.table import From, Weights, find, pieces, sources
+from ..errors import CheckpointError, shown
+from ..kernels.lora import MOST_PARTS
+from ..layers.linear import Linear
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_BYTES = 1 << 20
+LARGEST_RANK = 512
+# Keys that say how it was trained, or that are read here. Any other one, if it is set, changes what modules compute.
+HARMLESS = {
+    *("r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "init_lora_weights", "peft_type"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "lora_dropout"),
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
+    *("megatron_core", "eva_config", "qalora_group_size", "ensure_weight_tying", "runtime_config"),
+}
+# Other ways to begin training change the base weights as well, which the adapter alone does not tell.
+BEGUN = (True, False, None, "gaussian", "eva", "orthogonal")
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+
+
+@frozen(eq=False)
+class Place:
+    """Where the parts of a linear layer come from. modules: of the base checkpoint, one for each part."""
+
+    path: str
+    layer: Linear
+    modules: tuple[str, ...]
+    row: Any
+    kv_heads: int
+
+    def share(self, part: int, b: Tensor) -> Tensor:
+        """The rows of a module's B [N, r] that make this part."""
+        row = From(self.row.name, self.row.grouped) if isinstance(self.row, From) else self.row
+        found = pieces(row, _Rows(b), self.layer.parts, self.kv_heads)
+        return b if found is None else found[part].read(b.dtype)
+
+    def rows(self, part: int) -> int:
+        """Rows of the B of this part's module."""
+        return self.layer.outputs if isinstance(self.row, From) else self.layer.parts[part]
+
+
+@frozen(eq=False)
+class _Rows:
+    """A matrix as checkpoint/table.py sees stored ones."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """All of it."""
+        return self.tensor.to(dtype)
+
+
+@frozen(eq=False)
+class Pair:
+    """How one module is changed: W + b a. a: [r, K]; b: [N, r], multiplied by the factor; both float32."""
+
+    a: Tensor
+    b: Tensor
+
+
+def places(model: nn.Module, weights: Weights) -> list[Place]:
+    """The linear layers of a model that can be adapted: all but the head and the experts."""
+    found = []
+    for path, layer in model.named_modules():
+        if isinstance(layer, Linear) and path != "head" and len(layer.parts) <= MOST_PARTS:
+            modules = sources(weights, path, len(layer.parts))
+            if modules:
+                found.append(Place(path, layer, modules, find(weights, path), model.config.num_kv_heads))
+    return found
+
+
+def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, dict[str, Pair]]:
+    """Read an adapter for these layers. Returns: its largest rank, and what changes by the base checkpoint's module.
+
+    Raises: CheckpointError: it is not there, damaged, of too large a rank, or not for this model; says which.
+    """
+    folder = Path(path)
+    config = _config(folder)
+    _check(config, path)
+    pairs = _paired(_tensors(folder, path), path)
+    widths = {module: (place.layer.inputs, place.rows(part)) for place in layers
+              for part, module in enumerate(place.modules)}  # fmt: skip
+    _check_names(pairs, widths, path)
+    rank, found = 0, {}
+    for module, (a, b) in pairs.items():
+        size = a.shape[0] if a.dim() == 2 else -1
+        inputs, outputs = widths[module]
+        if a.shape != (size, inputs) or b.shape != (outputs, size) or size < 1:
+            raise CheckpointError(
+                f"{path}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but this model needs "
+                f"[r, {inputs}] and [{outputs}, r]: it was made for another model."
+            )
+        rank = max(rank, size)
+        found[module] = Pair(a.float(), b.float() * _factor(config, module, size, path))
+    if rank > max_rank:
+        raise CheckpointError(f"{path}: its rank is {rank}, above the limit of {max_rank} (--max-lora-rank).")
+    return rank, found
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    file = folder / CONFIG
+    if not folder.is_dir() or not file.is_file():
+        what = f"there is no {CONFIG} in it" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{folder}: {what}. An adapter is a folder with {CONFIG} and {TENSORS}.")
+    try:
+        if file.stat().st_size > CONFIG_BYTES:
+            raise ValueError(f"it has more than {CONFIG_BYTES} bytes")
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: must hold an object.")
+    return config
+
+
+def _check(config: Mapping[str, Any], path: str) -> None:
+    """Refuse what is more than a low-rank addition."""
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise CheckpointError(f"{path}: peft_type is {shown(kind)}; only LORA is built.")
+    for key, value in config.items():
+        if value and key not in HARMLESS and not (key == "bias" and value == "none"):
+            raise CheckpointError(
+                f"{path}: {shown(key)} = {shown(value)} is more than a low-rank addition, and is not built."
+            )
+    began = config.get("init_lora_weights", True)
+    if began not in BEGUN:
+        raise CheckpointError(
+            f"{path}: init_lora_weights = {shown(began)} changed the base weights as well. Convert it to a plain "
+            "adapter when saving (path_initial_model_for_weight_conversion)."
+        )
+
+
+def _tensors(folder: Path, path: str) -> dict[str, Tensor]:
+    file = folder / TENSORS
+    if not file.is_file():
+        pickle = " adapter_model.bin is a pickle, which may run any code when it is opened, so it is not read."
+        raise CheckpointError(
+            f"{path}: there is no {TENSORS}.{pickle if (folder / 'adapter_model.bin').exists() else ''}"
+        )
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  not a dict
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: not a safetensors file, or damaged: {error}.") from error
+
+
+def _paired(tensors: Mapping[str, Tensor], path: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B by the module's name in the base checkpoint."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise CheckpointError(f"{path}: {key!r} is no part of a low-rank adapter of a linear layer.")
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    for module, pair in halves.items():
+        if len(pair) < 2:
+            raise CheckpointError(f"{path}: {module} has only lora_{min(pair)}.")
+        if not all(half.is_floating_point() for half in pair.values()):
+            raise CheckpointError(f"{path}: {module} has matrices of integers.")
+    if not halves:
+        raise CheckpointError(f"{path}: {TENSORS} holds no tensors.")
+    return {_text_only(module): (pair["A"], pair["B"]) for module, pair in halves.items()}
+
+
+def _text_only(module: str) -> str:
+    """The name in the text model alone, for adapters trained inside a model that also sees."""
+    return module.replace("language_model.", "", 1)
+
+
+def _check_names(found: Mapping[str, Any], known: Mapping[str, Any], path: str) -> None:
+    """Refuse modules that the model does not have, or that cannot be adapted here."""
+    strange = sorted(found.keys() - known.keys())
+    if not strange:
+        return
+    which = "none of its modules is" if len(strange) == len(found) else f"{len(strange)} of its modules are not"
+    raise CheckpointError(
+        f"{path}: {which} one that can be adapted in this model. Found: {', '.join(strange[:3])}"
+        f"{' ...' if len(strange) > 3 else ''}. Expected: {', '.join(sorted(known)[:3])} ... (no embeddings, heads and "
+        "experts)."
+    )
+
+
+def _factor(config: Mapping[str, Any], module: str, rank: int, path: str) -> float:
+    """What B A is multiplied by: alpha / r, or alpha / sqrt(r); alpha may have a pattern of its own for a module."""
+    alpha = config.get("lora_alpha", 8)
+    patterns = config.get("alpha_pattern") or {}
+    for pattern, own in patterns.items() if isinstance(patterns, Mapping) else ():
+        if _names(str(pattern), module):
+            alpha = own
+            break
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise CheckpointError(f"{path}: lora_alpha must be a number, is {shown(alpha)}.")
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a key of alpha_pattern means this module: as the end of its name, or as a regular expression of it."""
+    try:
+        return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+    except re.error:
+        return False
