@@ -83,7 +83,8 @@ def test_keys_of_an_object_add_to_its_json():
         (["--max-modle-len=4"], "did you mean --max-model-len"),
         (["--max-model"], "did you mean"),  # no abbreviations: they break when a flag is added
         (["-tp", "2"], "--tensor-parallel-size is an option of vLLM"),
-        (["--enable-lora"], "does not have yet"),
+        (["--max-cpu-loras", "4"], "does not have yet"),
+        (["--lora-modules", "a=b"], "needs --enable-lora"),
         (["--port"], "expected one argument"),
         (["--port", "x"], "--port: must be a whole number"),
         (["--dtype", "float8"], "--dtype"),

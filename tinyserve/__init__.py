@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Engine": ".engine.engine",
     "LLM": ".engine.llm",
+    "LoRARequest": ".request",
     "EngineConfig": ".config",
     "SamplingParams": ".request",
     "BeamSearchParams": ".request",

@@ -105,6 +105,16 @@ class SchedulerOptions:
 
 
 @options
+class LoraOptions:
+    """Adapters: small additions to the weights that a request chooses by name."""
+
+    enable_lora: bool = option(False, "serve LoRA adapters beside the model")
+    lora_modules: tuple[str, ...] = option((), "adapters to begin with: name=folder, or JSON with name and path")
+    max_loras: int = option(1, "different adapters that may run at the same time", low=1, high=256)
+    max_lora_rank: int = option(16, "largest rank of an adapter; all get memory for it", low=1, high=512)
+
+
+@options
 class RunnerOptions:
     """How the model is executed."""
 
@@ -177,6 +187,7 @@ class EngineConfig:
     load: LoadOptions = field(factory=LoadOptions)
     cache: CacheOptions = field(factory=CacheOptions)
     scheduler: SchedulerOptions = field(factory=SchedulerOptions)
+    lora: LoraOptions = field(factory=LoraOptions)
     runner: RunnerOptions = field(factory=RunnerOptions)
     server: ServerOptions = field(factory=ServerOptions)
     log: LogOptions = field(factory=LogOptions)
@@ -197,6 +208,9 @@ class EngineConfig:
             ((s.max_num_batched_tokens or 2**63) < (s.max_num_seqs or 0),
              f"--max-num-batched-tokens ({s.max_num_batched_tokens}) must be at least "
              f"--max-num-seqs ({s.max_num_seqs}): each running sequence computes a token a step."),
+            (bool(self.lora.lora_modules) and not self.lora.enable_lora, "--lora-modules needs --enable-lora."),
+            (self.lora.enable_lora and self.runner.batch_invariant,
+             "--enable-lora is not built for --batch-invariant yet: leave one of them out."),
             (bool(server.ssl_keyfile) != bool(server.ssl_certfile),
              "--ssl-keyfile and --ssl-certfile are needed together."),
             (bool(server.ssl_ca_certs) and not server.ssl_certfile,
@@ -246,7 +260,7 @@ NOT_YET = {
     "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",
     "enable_expert_parallel": "-ep", "decode_context_parallel_size": "-dcp", "enable_eplb": None,
     "distributed_executor_backend": None, "nnodes": None, "node_rank": None, "master_addr": None, "headless": None,
-    "enable_lora": None, "lora_modules": None, "max_loras": None, "max_lora_rank": None,
+    "max_cpu_loras": None, "lora_dtype": None, "fully_sharded_loras": None, "default_mm_loras": None,
     "speculative_config": "-sc", "spec_method": None, "spec_model": None, "spec_tokens": None,
     "structured_outputs_config": None, "guided_decoding_backend": None, "limit_mm_per_prompt": None,
     "mm_processor_kwargs": None, "kv_offloading_size": None, "cpu_offload_gb": None, "swap_space": None,

@@ -231,6 +231,8 @@ def _items(value: Any) -> list[Any]:
     if isinstance(value, str):
         if value.lstrip().startswith("["):
             return list(json.loads(value))
+        if value.lstrip().startswith("{"):  # an object has commas of its own
+            return [value]
         return [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, (int, float)):
         return [value]

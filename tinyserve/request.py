@@ -225,6 +225,24 @@ class Media:
     data: Any = field(default=None, repr=False, eq=False)
 
 
+@frozen
+class LoRARequest:
+    """Which adapter shall answer, as `LLM` takes it: loaded when it is first used, and kept until the engine ends.
+
+    Args:
+        lora_name: requests of one name share an adapter.
+        lora_int_id: kept for programs written for vLLM; the name says which one it is.
+        lora_path: folder with adapter_config.json and adapter_model.safetensors.
+        load_inplace: read it again, in place of the one that has this name.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = field(default="", converter=str)
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+
 @frozen(kw_only=True)
 class Request:
     """One prompt for one answer: n > 1 and beam search were already split up (engine/fanout.py).

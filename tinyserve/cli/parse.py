@@ -23,8 +23,8 @@ from ..options import Flag
 logger = logging.getLogger("tinyserve.cli")
 
 _TITLES = {
-    "model": "model", "load": "loading", "cache": "KV cache", "scheduler": "scheduler", "runner": "execution",
-    "server": "server", "log": "log",
+    "model": "model", "load": "loading", "cache": "KV cache", "scheduler": "scheduler", "lora": "adapters",
+    "runner": "execution", "server": "server", "log": "log",
 }  # fmt: skip
 _EPILOG = """\
 Sizes take suffixes: 4k = 4000, 4K = 4096, 2GiB, 2GB. Object options take JSON, or one key: --hf-overrides.key 3.

@@ -16,10 +16,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import asdict, define
+from attrs import asdict, define, field
 
 from ..config import CacheOptions, EngineConfig, usable_cores
-from ..errors import TinyserveError
+from ..errors import ConfigError, TinyserveError
+from .adapters import Desk, NoDesk
 from .parts import Parts, Phases
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Machine:
         vocab_size: ids that the model knows.   max_model_len: context, fitted to the memory.
         depth: steps in flight.
         max_running: sequences at the same time, 0 if unknown.   report: one line that says where the memory goes.
-        grammars, masks: see grammar/compile.py, grammar/mask.py.
+        grammars, masks: see grammar/compile.py, grammar/mask.py.   adapters: see adapters.py.
     """
 
     scheduler: Any
@@ -47,6 +48,7 @@ class Machine:
     cache: Any
     grammars: Any = None
     masks: Any = None
+    adapters: NoDesk = field(factory=NoDesk)
     vocab_size: int
     max_model_len: int
     depth: int = 1
@@ -102,19 +104,18 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases, foundry: Compil
     """
     with phases("import"):
         from ..device import Device
-        from ..kv.cache import KVCache
         from ..kv.groups import group_layers
         from ..kv.storage import allocate
         from ..runner.memory import Needs
         from ..runner.warmup import warm_up
-        from ..scheduling.scheduler import Scheduler
 
     device = parts.device or Device.pick(config.model.device)
     config = config.resolve(device.kind, device.memory().total_bytes)
     options, layers = config.scheduler, parts.model.kv_layers()
     groups = group_layers(layers)
     with phases("runner"):
-        runner = _runner(config, parts, device, len(groups))
+        desk, adapted = _adapters(config, parts, device)
+        runner = _runner(config, parts, device, len(groups), adapted)
     dtype = _cache_dtype(config, parts)
 
     def storage(blocks: int) -> Any:
@@ -132,19 +133,14 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases, foundry: Compil
             warm_up(runner)
     _log.info("%s", plan.report())
     with phases("scheduler"):
-        prefixes = config.cache.enable_prefix_caching
-        cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=prefixes)
         words = _words(parts)
-        scheduler = Scheduler(
-            options,
-            cache,
-            max_model_len=plan.max_model_len,
-            slots=runner.limits.rows,
-            constrain=words["grammars"].constrain,
-            make_masks=words["masks"].masks,
-        )
+        cache, scheduler = _scheduler(config, plan, groups, words, desk.known, runner.limits.rows)
+    for module in config.lora.lora_modules:
+        with phases("adapters"):
+            desk.load_now(module)
     return Machine(
         **words,
+        adapters=desk,
         scheduler=scheduler,
         runner=runner,
         cache=cache,
@@ -180,7 +176,54 @@ def _words(parts: Parts) -> dict[str, Any]:
     return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"))}
 
 
-def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> Any:
+def _scheduler(
+    config: EngineConfig, plan: Any, groups: Any, words: dict[str, Any], adapters: Any, rows: int
+) -> tuple[Any, Any]:
+    """The cache of blocks, and the scheduler that fills it."""
+    from ..kv.cache import KVCache
+    from ..scheduling.scheduler import Scheduler
+
+    prefixes = config.cache.enable_prefix_caching
+    cache = KVCache(groups, plan.num_blocks, plan.block_size, enable_prefix_caching=prefixes)
+    scheduler = Scheduler(
+        config.scheduler,
+        cache,
+        max_model_len=plan.max_model_len,
+        slots=rows,
+        adapters=adapters,
+        constrain=words["grammars"].constrain,
+        make_masks=words["masks"].masks,
+    )
+    return cache, scheduler
+
+
+def _adapters(config: EngineConfig, parts: Parts, device: Any) -> tuple[Any, Any]:
+    """The desk of adapters, and their places on the device, which come before the cache: None if they are off.
+
+    Raises: ConfigError: this model cannot have any.
+    """
+    if not config.lora.enable_lora:
+        return NoDesk(), None
+    from ..lora.adapters import LoadedAdapters
+    from ..lora.batch import Adapted
+    from ..lora.names import places, read_adapter
+    from ..models.decoder import Decoder
+    from ..models.registry import family
+
+    model, most = parts.model, config.lora.max_lora_rank
+    layers = places(model, family(model.config.architecture).WEIGHTS) if isinstance(model, Decoder) else []
+    if not layers:
+        raise ConfigError("--enable-lora is not built for this model, which runs through transformers or has no file.")
+    adapted = Adapted(layers, config.lora.max_loras, most, device.torch)
+
+    def read(path: str) -> tuple[int, Any]:
+        rank, found = read_adapter(path, layers, most)
+        return rank, adapted.packed(found)
+
+    return Desk(LoadedAdapters(config.lora.max_loras), read, parts.served_names), adapted
+
+
+def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapted: Any) -> Any:
     """The runner. It comes before the cache: its buffers count as taken."""
     from ..runner.graphs import Eager, Recorded, Wanted
     from ..runner.runner import Limits, Runner
@@ -202,8 +245,9 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int) -> Any
     graphs: Any = Eager()
     if device.has_graphs and not config.runner.enforce_eager and getattr(parts.model, "recordable", True):
         sizes = config.runner.cudagraph_capture_sizes
-        graphs = Recorded(device, Wanted.usual(limits.max_seqs, limits.max_tokens, sizes))
-    return Runner(parts.model, sampler, limits, device, graphs)
+        wanted = Wanted.usual(limits.max_seqs, limits.max_tokens, sizes, adapted=adapted is not None)
+        graphs = Recorded(device, wanted)
+    return Runner(parts.model, sampler, limits, device, graphs, adapted)
 
 
 def _cache_dtype(config: EngineConfig, parts: Parts) -> Any:

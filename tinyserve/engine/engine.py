@@ -30,6 +30,7 @@ from ..errors import EngineDead, Overloaded, RequestError
 from ..request import BeamSearchParams, FinishReason, Output, RequestOutputKind, SamplingParams
 from ..step import StepInput
 from ..telemetry import Metrics, NoMetrics
+from .adapters import NoDesk
 from .admission import Admission
 from .assemble import Machine, assemble, open_foundry
 from .beam import search
@@ -183,13 +184,7 @@ class Engine:
         self,
         prompt: str | Sequence[int] | Mapping[str, Any],
         sampling: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        add_special_tokens: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        thinks: bool = False,
+        **options: Any,
     ) -> AsyncGenerator[Output, None]:
         """Answer a prompt; yields pieces as they are made. Leaving the iterator early aborts the request.
 
@@ -198,25 +193,17 @@ class Engine:
         Args:
             prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids` and perhaps `cache_salt`.
             sampling: None takes the model's defaults (`default_sampling`).
-            request_id: for `abort` and the log; made up when None.
-            priority: lower runs first, under the priority policy.
-            cache_salt: prefix blocks are shared only among requests with an equal one.
-            add_special_tokens: whether a text gets the tokenizer's BOS; templates bring their own.
-            truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as fit.
-            thinks: the answer may begin with a thought, as in a chat: a grammar holds behind it only.
+            options: more of the Call:
+                request_id: for `abort` and the log; made up when None.
+                priority: lower runs first, under the priority policy.
+                cache_salt: prefix blocks are shared only among requests with an equal one.
+                add_special_tokens: whether a text gets the tokenizer's BOS (yes); templates bring their own.
+                truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as fit.
+                thinks: the answer may begin with a thought, as in a chat: a grammar holds behind it only.
+                adapter: who answers, of `adapters.find`; None: the model itself.
         Raises: RequestError: at the first step of the iteration, before anything is queued. Overloaded, EngineDead.
         """
-        call = Call(
-            prompt=prompt,
-            sampling=sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            add_special_tokens=add_special_tokens,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            thinks=thinks,
-        )
-        return self.outputs(call)
+        return self.outputs(Call(prompt=prompt, sampling=sampling, **options))
 
     async def outputs(
         self, call: Call | Prepared, kind: RequestOutputKind | None = None
@@ -249,13 +236,11 @@ class Engine:
         self,
         prompt: str | Sequence[int] | Mapping[str, Any],
         params: BeamSearchParams,
-        *,
-        add_special_tokens: bool = True,
-        thinks: bool = False,
+        **options: Any,
     ) -> BeamSearchOutput:
-        """The best `beam_width` answers by total log-probability, best first; see beam.py."""
+        """The best `beam_width` answers by total log-probability, best first; see beam.py. options: as of generate."""
         self._admit()
-        return await search(self, Call(prompt=prompt, add_special_tokens=add_special_tokens, thinks=thinks), params)
+        return await search(self, Call(prompt=prompt, **options), params)
 
     def abort(self, request_id: str | None) -> int:
         """End the request with this id (None: all), wherever it is; its reader gets what there is and ABORT.
@@ -379,6 +364,11 @@ class Engine:
     @property
     def template(self) -> Any:
         return self.parts.template
+
+    @property
+    def adapters(self) -> NoDesk:
+        """Adapters by name: adapters.py."""
+        return self.machine.adapters
 
     @property
     def parsing(self) -> Any:

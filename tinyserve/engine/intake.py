@@ -40,7 +40,7 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 @frozen(kw_only=True)
 class Call:
-    """The arguments of one call of Engine.generate; see there."""
+    """The arguments of one call of Engine.generate; see there. pooling: a hidden state is wanted."""
 
     prompt: str | Sequence[int] | Mapping[str, Any]
     sampling: SamplingParams | None = None
@@ -51,6 +51,7 @@ class Call:
     truncate_prompt_tokens: int | None = None
     thinks: bool = False
     pooling: PoolingParams | None = None
+    adapter: Any = None
 
 
 @frozen(kw_only=True)
@@ -171,6 +172,7 @@ class Intake:
             priority=call.priority,
             arrival=arrival,
             cache_salt=salt,
+            adapter=call.adapter,
             constraint=self._constraint(params, ids, call.thinks),
             pooling=call.pooling,
             prompt=text,

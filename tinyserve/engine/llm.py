@@ -25,7 +25,7 @@ from attrs import evolve
 
 from ..config import DEFAULT_MODEL, build
 from ..errors import RequestError, TinyserveError
-from ..request import BeamSearchParams, RequestOutputKind, SamplingParams
+from ..request import BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams
 from ..structured import StructuredOutputsParams
 from .embedding import embed
 from .engine import Engine
@@ -132,7 +132,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -144,12 +144,13 @@ class LLM:
             prompts: a text, a list of token ids, a dict (`prompt` or `prompt_token_ids`), or a list of such.
             sampling_params: one for all, or one for each; None takes the model's defaults.
             use_tqdm: show a progress bar; or what makes one.
+            lora_request: which adapter answers, one for all, or one (or None) for each; LLM(enable_lora=True).
             priority: one for all, or one for each; lower runs first.
             tokenization_kwargs: add_special_tokens, truncate_prompt_tokens.
             structured_outputs: the form of every answer, instead of what sampling_params say of it.
         Raises: RequestError: a prompt is wrong; nothing was run then. EngineDead.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         unknown = set(tokenization_kwargs or ()) - TOKENIZING
         if unknown:
             raise RequestError(
@@ -171,7 +172,8 @@ class LLM:
                 strict=True,
             )
         ]
-        return self._background.run(_answer_all(self.engine, calls, use_tqdm))
+        asked = _one_each(lora_request, len(listed), "lora_request")
+        return self._background.run(_answer_all(self.engine, calls, asked, use_tqdm))
 
     def chat(
         self,
@@ -179,7 +181,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -197,13 +199,12 @@ class LLM:
         self,
         prompts: Sequence[Prompt] | Prompt,
         params: BeamSearchParams,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The best beams of each prompt. concurrency_limit: prompts searched at the same time, None for all."""
-        _refuse(lora_request=lora_request)
-        work = _search_all(self.engine, prompt_list(prompts), params, concurrency_limit, use_tqdm)
+        work = _search_all(self.engine, prompt_list(prompts), params, concurrency_limit, use_tqdm, lora_request)
         return self._background.run(work)
 
     def embed(
@@ -211,10 +212,11 @@ class LLM:
         prompts: Sequence[Prompt] | Prompt,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | None = None,
         normalize: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """The hidden state of each prompt's last token. normalize: scale it to length 1."""
-        return self._background.run(_embed_all(self.engine, prompt_list(prompts), use_tqdm, normalize))
+        return self._background.run(_embed_all(self.engine, prompt_list(prompts), use_tqdm, normalize, lora_request))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer."""
@@ -251,7 +253,7 @@ def prompt_list(prompts: Any) -> list[Prompt]:
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:
-    if value is None or isinstance(value, (int, SamplingParams)):
+    if value is None or isinstance(value, (int, SamplingParams, LoRARequest)):
         return [value] * count
     values = list(value)
     if len(values) != count:
@@ -307,21 +309,33 @@ async def _together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer_all(engine: Engine, calls: Sequence[Call], use_tqdm: Any) -> list[RequestOutput]:
+async def _adapter(engine: Engine, asked: LoRARequest | None) -> Any:
+    if asked is not None and not isinstance(asked, LoRARequest):
+        raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}.", param="lora_request")
+    return await engine.adapters.of(asked)
+
+
+async def _answer_all(
+    engine: Engine, calls: Sequence[Call], asked: Sequence[LoRARequest | None], use_tqdm: Any
+) -> list[RequestOutput]:
     """Check every call, then run them all."""
+    adapters = [await _adapter(engine, one) for one in asked]
+    calls = [evolve(call, adapter=adapter) for call, adapter in zip(calls, adapters, strict=True)]
     prepared = [await engine.intake.prepare(call) for call in calls]
     progress = _Progress(use_tqdm, len(calls))
 
-    async def answer(job: Prepared) -> RequestOutput:
+    async def answer(job: Prepared, adapter: LoRARequest | None) -> RequestOutput:
         request = job.requests[0]
-        result = RequestOutput(job.name, request.prompt, list(request.prompt_ids))
+        result = RequestOutput(job.name, request.prompt, list(request.prompt_ids), lora_request=adapter)
         outputs = engine.outputs(job, RequestOutputKind.FINAL_ONLY)  # no reader is woken before the end
         await collect(outputs, result, len(job.requests))
+        for completion in result.outputs:
+            completion.lora_request = adapter
         progress.done(len(request.prompt_ids), sum(len(one.token_ids) for one in result.outputs))
         return result
 
     try:
-        return await _together([answer(job) for job in prepared])
+        return await _together([answer(*job) for job in zip(prepared, asked, strict=True)])
     finally:
         progress.close()
 
@@ -337,14 +351,20 @@ async def _render_all(
 
 
 async def _search_all(
-    engine: Engine, prompts: Sequence[Prompt], params: BeamSearchParams, limit: int | None, use_tqdm: Any
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: BeamSearchParams,
+    limit: int | None,
+    use_tqdm: Any,
+    asked: LoRARequest | None,
 ) -> list[BeamSearchOutput]:
+    adapter = await _adapter(engine, asked)
     turns = asyncio.Semaphore(limit or max(len(prompts), 1))
     progress = _Progress(use_tqdm, len(prompts))
 
     async def search(prompt: Prompt) -> BeamSearchOutput:
         async with turns:
-            found = await engine.beam_search(prompt, params)
+            found = await engine.beam_search(prompt, params, adapter=adapter)
         progress.done(0, sum(len(beam.logprobs) for beam in found.sequences))
         return found
 
@@ -355,12 +375,13 @@ async def _search_all(
 
 
 async def _embed_all(
-    engine: Engine, prompts: Sequence[Prompt], use_tqdm: Any, normalize: bool
+    engine: Engine, prompts: Sequence[Prompt], use_tqdm: Any, normalize: bool, asked: LoRARequest | None
 ) -> list[EmbeddingRequestOutput]:
+    adapter = await _adapter(engine, asked)
     progress = _Progress(use_tqdm, len(prompts))
 
     async def one(prompt: Prompt) -> EmbeddingRequestOutput:
-        found = await embed(engine, prompt, normalize=normalize)
+        found = await embed(engine, prompt, normalize=normalize, adapter=adapter)
         progress.done(found.prompt_tokens, 0)
         return found
 

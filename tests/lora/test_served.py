@@ -1,0 +1,191 @@
+"""Adapters through the whole engine, against transformers with the same adapter merged into its weights."""
+
+import asyncio
+
+import pytest
+import torch
+
+from tests import oracles
+from tests.lora.checkpoints import ATTENTION, greedy, logits, merged, write_adapter
+from tests.models.batching import Paged
+from tinyserve.checkpoint.source import resolve
+from tinyserve.config import build
+from tinyserve.device import Device
+from tinyserve.engine.engine import Engine
+from tinyserve.engine.parts import Parts
+from tinyserve.lora.adapters import LoadedAdapters
+from tinyserve.lora.batch import Adapted
+from tinyserve.lora.names import places, read_adapter
+from tinyserve.models.registry import family, load_model
+from tinyserve.request import SamplingParams
+from tinyserve.text.tokenizer import Tokenizer
+
+COUNT = 64
+FAMILIES = ("llama", "qwen3", "gemma3")
+FUSED = ("phi3", "gpt2", "gpt-neox")  # one stored module fills all parts; transposed; in groups
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders of a family's checkpoint and two adapters for it, made once."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            folder = tmp_path_factory.mktemp(name)
+            base = oracles.save(name, folder / "base")
+            all_of_it = {"gpt2": ("c_attn", "c_proj", "c_fc"), "gpt-neox": ("query_key_value", "dense"),
+                         "phi3": ("qkv_proj", "o_proj", "gate_up_proj")}.get(name)  # fmt: skip
+            first = write_adapter(folder / "a", base, **({"targets": all_of_it} if all_of_it else {}))
+            targets = all_of_it or (*ATTENTION, "up_proj")
+            second = write_adapter(folder / "b", base, targets=targets, rank=7, use_rslora=True, seed=5, spread=0.1)
+            found[name] = base, first, second
+        return found[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def right(made):
+    """The greedy answer of transformers with adapter 1, 2 or none (0), computed once."""
+    found = {}
+
+    def get(name, kind, tokens):
+        key = name, kind, tuple(tokens)
+        if key not in found:
+            base, *folders = made(name)
+            found[key] = greedy(merged(base, [None, *folders][kind]), tokens, COUNT)
+        return found[key]
+
+    return get
+
+
+def open_model(folder):
+    return load_model(resolve(str(folder)), dtype="float32")
+
+
+@pytest.mark.parametrize("name", (*FAMILIES, *FUSED))
+def test_logits_equal_those_of_merged_weights(name, made):
+    """1e-4, for two adapters and the base in one batch, prefilled together and decoded together."""
+    base, *adapters = made(name)
+    model = open_model(base)
+    layers = places(model, family(model.config.architecture).WEIGHTS)
+    adapted, known = Adapted(layers, 2, 8, torch.device("cpu")), LoadedAdapters(2)
+    adapted.reserve(64)
+    for folder in adapters:
+        rank, found = read_adapter(str(folder), layers, 8)
+        known.place(known.load(folder.name, str(folder), rank, adapted.packed(found)), ())
+    adapted.apply(known.moves())
+    paged, counts = Paged(model), (9, 5, 12)
+    rows = [paged.add(oracles.prompt(count + 2, seed=seed)) for seed, count in enumerate(counts)]
+    worn = torch.tensor([1, 2, 0], dtype=torch.int32)
+
+    adapted.wear(True, worn, torch.repeat_interleave(torch.arange(3), torch.tensor(counts)))
+    steps = [paged.step(dict(zip(rows, counts, strict=True)))]
+    for _ in range(2):
+        adapted.wear(True, worn, torch.arange(3))
+        steps.append(paged.step(dict.fromkeys(rows, 1)))
+
+    for row, folder in zip(rows, (*adapters, None), strict=True):
+        expected = logits(merged(base, folder), paged.rows[row].tokens)
+        torch.testing.assert_close(torch.cat([step[row] for step in steps]), expected, atol=1e-4, rtol=0)
+    adapted.close()
+    assert not any(type(place.layer.format).__name__ == "Worn" for place in layers)
+
+
+def start(model, **options):
+    config = build(
+        {
+            "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 12, "scheduler_reserve_full_isl": False,
+            "max_model_len": 96, "device": "cpu", "enable_lora": True, "max_lora_rank": 8, "disable_log_stats": True,
+            **options,
+        }
+    )  # fmt: skip
+    parts = Parts(
+        model=model, tokenizer=Tokenizer.stand_in(), max_model_len=96, device=Device.pick("cpu"),
+        dtype=model.embed.weight.dtype,
+    )  # fmt: skip
+    return Engine.start(config, parts=parts)
+
+
+async def answer(engine, tokens, adapter=None, count=COUNT):
+    """Ids of a greedy answer, and how many prompt tokens were found in the cache."""
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    ids, cached = [], 0
+    async for output in engine.generate(tokens, params, adapter=adapter):
+        if output.error is not None:
+            raise output.error
+        ids += output.token_ids
+        cached = output.usage.cached_tokens
+    return ids, cached
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("depth, tight, places", [(1, False, 2), (2, True, 1)])
+def test_64_tokens_equal_those_of_merged_weights(name, made, right, depth, tight, places):
+    """Chunks of 12 tokens, prefix cache, a pool too small for all at once, one place for two adapters, depth 2."""
+    base, *folders = made(name)
+    shared = oracles.prompt(20)
+    blocks = {"gemma3": 36}.get(name, 17) if tight else 300  # gemma3 has more groups
+
+    async def main():
+        engine = await start(open_model(base), depth=depth, num_gpu_blocks_override=blocks, max_loras=places)
+        try:
+            a, b = [await engine.adapters.load(folder.name, str(folder)) for folder in folders]
+            kinds = (a, b, None, a)
+            found = await asyncio.gather(*(answer(engine, shared, kind) for kind in kinds))
+            again = await answer(engine, shared, b)
+            engine.machine.scheduler.check_integrity()
+            return [ids for ids, _ in (*found, again)], [cached for _, cached in (*found, again)], engine.stats()
+        finally:
+            await engine.close()
+
+    ids, cached, stats = asyncio.run(main())
+    first, second, plain = (right(name, kind, shared) for kind in (1, 2, 0))
+    assert ids == [first, second, plain, first, second]
+    assert len({tuple(one) for one in (first, second, plain)}) == 3
+    assert cached[-1] == 16 or tight  # two full blocks of the same adapter's
+    assert cached[1] == cached[2] == 0  # never those of another
+    assert bool(stats.preemptions) == tight
+
+
+def test_a_name_given_again_finds_no_old_blocks(made, right):
+    """Unload and load another under the same name: the answer is the new one's; who began before ends as it began."""
+    base, first, second = made("llama")
+    prompt = oracles.prompt(20)
+
+    async def main():
+        engine = await start(open_model(base), num_gpu_blocks_override=80)
+        try:
+            adapters = engine.adapters
+            old = await answer(engine, prompt, await adapters.load("mine", str(first)))
+            running = asyncio.ensure_future(answer(engine, prompt, adapters.find("mine")))
+            while not engine.machine.scheduler.num_running:
+                await asyncio.sleep(0)
+            adapters.unload("mine")
+            assert adapters.find("mine") is None
+            new = await answer(engine, prompt, await adapters.load("mine", str(second)))
+            return old, await running, new
+        finally:
+            await engine.close()
+
+    old, running, new = asyncio.run(main())
+    assert old[0] == running[0] == right("llama", 1, prompt)
+    assert running[1] == 16
+    assert new == (right("llama", 2, prompt), 0)
+
+
+def test_an_idle_engine_with_adapters_answers_like_one_without(made, right):
+    base, first, _ = made("llama")
+    prompt = oracles.prompt(20)
+
+    async def main(load):
+        engine = await start(open_model(base), num_gpu_blocks_override=80)
+        try:
+            if load:
+                await engine.adapters.load("mine", str(first))
+            return await answer(engine, prompt)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(main(False))[0] == asyncio.run(main(True))[0] == right("llama", 0, prompt)

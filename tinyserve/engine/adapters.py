@@ -1,0 +1,138 @@
+"""Adapters by name, loaded and unloaded while requests run.
+
+Reading happens in a thread of its own, so streams go on; what is wrong with an adapter is its loader's error and
+nobody else's. It is known under its name from the moment it is complete, and requests that came before get their 404.
+One that is unloaded takes no new requests; those that have begun end with it (lora/adapters.py).
+
+Before: lora/names.py, lora/adapters.py.  After: assemble.py makes the desk; engine.py, llm.py, server/adapters.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError, RequestError
+from ..lora.adapters import Adapter, Adapters, LoadedAdapters, NoAdapters
+from ..request import LoRARequest
+from .thread import in_own_thread
+
+OFF = "Adapters are off: start with --enable-lora, or LLM(enable_lora=True)."
+Read = Callable[[str], tuple[int, Any]]
+
+
+class NoDesk:
+    """Adapters are off."""
+
+    known: Adapters = NoAdapters()
+    loaded: Sequence[Adapter] = ()
+
+    def find(self, name: str) -> Adapter | None:
+        """There is none."""
+        return None
+
+    async def load(self, name: str, path: str, *, replace: bool = False) -> Adapter:
+        """Raises: RequestError: always."""
+        raise RequestError(OFF)
+
+    def unload(self, name: str) -> None:
+        """Raises: RequestError: always."""
+        raise RequestError(OFF)
+
+    async def of(self, asked: LoRARequest | None) -> Adapter | None:
+        """The adapter of a LoRARequest. Raises: RequestError: it asks for one."""
+        return None if asked is None else await self.load(asked.lora_name, asked.lora_path)
+
+
+class Desk(NoDesk):
+    """Adapters are on.
+
+    Args:
+        known: what the scheduler sees of them.
+        read: gives the rank and the packed weights of a folder; takes seconds.
+        served: names of the model itself, which no adapter may have.
+    """
+
+    known: LoadedAdapters
+
+    def __init__(self, known: LoadedAdapters, read: Read, served: Sequence[str]) -> None:
+        self.known = known
+        self._read = read
+        self._served = served
+
+    @property
+    def loaded(self) -> Sequence[Adapter]:
+        """Those that requests can ask for."""
+        return self.known.loaded
+
+    def find(self, name: str) -> Adapter | None:
+        """The adapter that requests of this name get."""
+        return self.known.find(name)
+
+    async def load(self, name: str, path: str, *, replace: bool = False) -> Adapter:
+        """Read a folder and serve it under this name. replace: there may be one of this name, which goes then.
+
+        Raises: RequestError: the name is taken, or the adapter cannot be used; nothing has changed then.
+        """
+        self._check(name, replace)
+        try:
+            rank, weights = await in_own_thread("adapter", self._read, path)
+        except CheckpointError as error:
+            raise RequestError(f"The adapter was not loaded. {error}", param="lora_path") from error
+        self._check(name, replace)  # another may have come meanwhile
+        return self.known.load(name, path, rank, weights)
+
+    def load_now(self, module: str) -> Adapter:
+        """Load one of --lora-modules, before anything is served. Raises: ConfigError."""
+        name, path = module_of(module)
+        try:
+            self._check(name, replace=False)
+            return self.known.load(name, path, *self._read(path))
+        except (CheckpointError, RequestError) as error:
+            raise ConfigError(f"--lora-modules {name}: {error}") from error
+
+    def unload(self, name: str) -> None:
+        """Take no new requests of this name. Raises: RequestError: 404, there is none."""
+        if self.find(name) is None:
+            raise UnknownAdapter(f"There is no adapter {name[:200]!r}.", param="lora_name")
+        self.known.unload(name)
+
+    async def of(self, asked: LoRARequest | None) -> Adapter | None:
+        """The adapter of a LoRARequest: the one that was loaded for an equal one, else loaded now."""
+        if asked is None:
+            return None
+        found = self.find(asked.lora_name)
+        if found is not None and not asked.load_inplace and found.path == asked.lora_path:
+            return found
+        return await self.load(asked.lora_name, asked.lora_path, replace=asked.load_inplace)
+
+    def _check(self, name: str, replace: bool) -> None:
+        if not name or len(name) > 256 or not name.isprintable():
+            raise RequestError("lora_name must have 1 to 256 printable characters.", param="lora_name")
+        if name in self._served:
+            raise RequestError(f"{name!r} is a name of the model itself.", param="lora_name")
+        if self.find(name) is not None and not replace:
+            raise RequestError(
+                f"The adapter {name!r} is loaded already. Unload it first, or set load_inplace.", param="lora_name"
+            )
+
+
+class UnknownAdapter(RequestError):
+    """There is no adapter of this name to unload."""
+
+    status = 404
+
+
+def module_of(text: str) -> tuple[str, str]:
+    """Name and folder of one of --lora-modules: name=folder, or a JSON object. Raises: ConfigError."""
+    if text.lstrip().startswith("{"):
+        try:
+            values = json.loads(text)
+            return str(values["name"]), str(values["path"])
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"--lora-modules {text}: must be JSON with name and path ({error!r}).") from None
+    name, equals, path = text.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--lora-modules {text}: must be name=folder, or JSON with name and path.")
+    return name, path
