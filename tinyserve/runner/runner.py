@@ -137,8 +137,7 @@ class Runner:
         self.model = model
         self.sampler = sampler
         self.device = device
-        self.graphs: Graphs = graphs or Eager()
-        self.adapters: DeviceAdapters = adapters or NoDeviceAdapters()
+        self.graphs, self.adapters = graphs or Eager(), adapters or NoDeviceAdapters()
         self.limits = limits
         self.rows = Rows(limits.rows, limits.max_model_len, limits.groups, limits.block_size, device.torch)
         ring, tokens, seqs = limits.depth + 1, limits.max_tokens, limits.max_seqs
