@@ -19,7 +19,7 @@ FILE_LINES, KERNEL_FILE_LINES = 400, 500
 FUNCTION_LINES, KERNEL_LINES = 60, 150
 CLASS_ATTRIBUTES = 15
 PARAMETERS, LAUNCHER_PARAMETERS = 8, 14
-FLAGS = 84
+FLAGS = 80
 # Frozen records of what a user may ask: one field is one documented option, so the cap on state does not apply.
 RECORDS_OF_OPTIONS = {"SamplingParams", "RowParams", "Request"}
 

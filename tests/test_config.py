@@ -48,7 +48,7 @@ def test_text_and_native_values_give_the_same_option():
         ({"model": None}, "--model: a value is needed"),
         ({"hf_overrides": "[1]"}, "--hf-overrides"),
         ({"enable_prefix_caching": "maybe"}, "true or false"),
-        ({"depth": 1, "async_scheduling": True}, "contradicts"),
+        ({"async_scheduling": True}, "--depth 2"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 8, "max_model_len": 9},
             "at least --max-model-len",
@@ -85,7 +85,7 @@ def test_resolving_fills_every_number_that_depends_on_the_device():
 
 
 def test_resolving_keeps_what_the_user_chose():
-    chosen = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "block_size": 32, "async_scheduling": True}
+    chosen = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "block_size": 32, "depth": 2}
     resolved = config.build(chosen).resolve("cpu")
 
     assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == (3, 8)

@@ -48,7 +48,6 @@ def test_forms_that_vllm_takes():
     config = read(
         "folder", "--max_model_len=4k", "--no-enable-prefix-caching", "--served-model-name", "a", "b", "--api-key", "k",
         "--hf-overrides.rope.factor", "2", "--hf-overrides.name=x", "--allowed-origins", '["*"]', "-q", "gguf",
-        "--async-scheduling",
     )  # fmt: skip
 
     assert (config.model.model, config.model.max_model_len, config.model.quantization) == ("folder", 4000, "gguf")
@@ -56,7 +55,6 @@ def test_forms_that_vllm_takes():
     assert config.model.hf_overrides == {"rope": {"factor": 2}, "name": "x"}
     assert (config.server.allowed_origins, config.server.api_key) == (("*",), ("k",))
     assert not config.cache.enable_prefix_caching
-    assert config.resolve("cpu").scheduler.depth == 2
 
 
 def test_a_list_may_be_one_word():
@@ -84,6 +82,8 @@ def test_keys_of_an_object_add_to_its_json():
         (["--max-model"], "did you mean"),  # no abbreviations: they break when a flag is added
         (["-tp", "2"], "--tensor-parallel-size is an option of vLLM"),
         (["--max-cpu-loras", "4"], "does not have yet"),
+        (["--async-scheduling"], "--depth 2"),
+        (["--no-async-scheduling"], "--depth 1"),
         (["--lora-modules", "a=b"], "needs --enable-lora"),
         (["--port"], "expected one argument"),
         (["--port", "x"], "--port: must be a whole number"),

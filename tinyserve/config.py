@@ -58,7 +58,6 @@ class ModelOptions:
     generation_config: str = option("auto", "auto: the model's sampling defaults; vllm: neutral ones; or a folder")
     override_generation_config: dict = option({}, "JSON with sampling defaults that beat generation_config")
     hf_overrides: dict = option({}, "JSON merged into config.json")
-    hf_config_path: str | None = option(None, "folder or hub name to read config.json from [the model's own]")
 
 
 @options
@@ -100,7 +99,6 @@ class SchedulerOptions:
     max_num_queued_reqs: int | None = option(None, "answer 503 when so many requests wait", low=0)
     max_num_queued_tokens: int | None = option(None, "answer 503 when so many prompt tokens wait", low=1)
     depth: int | None = option(None, "steps in flight [2 on a GPU, 1 on the CPU]", low=1, high=8)
-    async_scheduling: bool | None = option(None, "another spelling: yes is --depth 2, no is --depth 1")
     stream_interval: int = option(1, "tokens between two events of a stream", low=1)
 
 
@@ -136,7 +134,6 @@ class ServerOptions:
     ssl_keyfile: str | None = option(None, "private key file; turns on TLS together with --ssl-certfile")
     ssl_certfile: str | None = option(None, "certificate file")
     ssl_ca_certs: str | None = option(None, "certificates that clients must be signed by")
-    ssl_ciphers: str | None = option(None, "TLS cipher list")
     allowed_origins: tuple[str, ...] = option((), "web origins that may call from a browser, e.g. '[\"*\"]'")
     allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods for those origins")
     allowed_headers: tuple[str, ...] = option(("*",), "HTTP headers for those origins")
@@ -164,7 +161,6 @@ class ServerOptions:
     )
     enable_admin_routes: bool = option(False, "routes that pause, abort and reset caches; guarded by the API keys")
     max_body_bytes: int = option(16 * 1024**2, "largest request body; more is a 413", low=1024)
-    max_messages: int = option(10_000, "most messages of a chat request; more is a 413", low=1)
 
 
 @options
@@ -200,8 +196,6 @@ class EngineConfig:
         s, server = self.scheduler, self.server
         longest = self.model.max_model_len
         table = (
-            (s.depth is not None and s.async_scheduling is not None and s.async_scheduling != (s.depth > 1),
-             f"--depth {s.depth} contradicts --async-scheduling {s.async_scheduling}: give one of them."),
             (not s.enable_chunked_prefill and (longest or 0) > (s.max_num_batched_tokens or 2**63),
              f"without chunked prefill, --max-num-batched-tokens ({s.max_num_batched_tokens}) must be at least "
              f"--max-model-len ({longest}), or long prompts could never run."),
@@ -242,14 +236,10 @@ class EngineConfig:
         tokens = s.max_num_batched_tokens or max(8192 if large else 2048 if gpu else 512, seqs)
         if s.max_num_seqs is None:
             seqs = min(seqs, tokens)
-        if s.async_scheduling is not None:
-            depth = s.depth or (2 if s.async_scheduling else 1)
-        else:
-            depth = s.depth or (2 if gpu else 1)
         return evolve(
             self,
             cache=evolve(self.cache, block_size=self.cache.block_size or (64 if gpu else 32)),
-            scheduler=evolve(s, max_num_seqs=seqs, max_num_batched_tokens=tokens, depth=depth, async_scheduling=None),
+            scheduler=evolve(s, max_num_seqs=seqs, max_num_batched_tokens=tokens, depth=s.depth or (2 if gpu else 1)),
         )
 
 
@@ -270,8 +260,10 @@ NOT_YET = {
     "profiler_config": None, "middleware": None, "enable_prompt_embeds": None, "api_server_count": None,
     "performance_mode": None, "max_cudagraph_capture_size": None, "task": None, "disable_fastapi_docs": None,
     "uvicorn_log_level": None, "disable_uvicorn_access_log": None, "disable_log_requests": None,
-    "tokenizer_mode": None, "tokenizer_revision": None, "hf_token": None,
+    "hf_config_path": None, "ssl_ciphers": None, "tokenizer_mode": None, "tokenizer_revision": None, "hf_token": None,
 }  # fmt: skip
+# Flags of vLLM that say what another of ours says.
+INSTEAD = {"async_scheduling": "--depth 2 (the default on a GPU), or --depth 1 for no"}
 
 
 def flags() -> list[Flag]:
@@ -300,7 +292,10 @@ def unknown_option(name: str) -> str:
     name = short or name.lstrip("-").replace("-", "_")
     shown = "--" + name.replace("_", "-")
     names = [flag.name for flag in flags()]
-    if name in NOT_YET:
+    plain = name.removeprefix("no_")
+    if plain in INSTEAD:
+        return f"{shown} is spelled {INSTEAD[plain]}."
+    if plain in NOT_YET:
         return f"{shown} is an option of vLLM that tinyserve does not have yet."
     close = nearest(name, [*names, *NOT_YET])
     if close is None:

@@ -306,13 +306,11 @@ def test_media_type_with_parameters(run):
 def test_sizes(run):
     """C21: a body above the cap and too many messages are a 413, large headers a 431."""
     big = {"messages": [{"role": "user", "content": "x" * 5000}]}
-    many = {"messages": [{"role": "user", "content": "x"}] * 101}
-    very_many = {"messages": [{"role": "user", "content": "x"}] * 10_000}
-    options = {"max_body_bytes": 4096, "max_messages": 100}
+    many = {"messages": [{"role": "user", "content": "x"}] * 10_001}
+    options = {"max_body_bytes": 4096}
 
     refused(run(call("POST", CHAT, json=big, options=options)), 413)
-    refused(run(call("POST", CHAT, json=many, options={"max_messages": 100})), 413, "messages")
-    refused(run(call("POST", CHAT, json=very_many, options={"max_messages": 100})), 413, "messages")
+    refused(run(call("POST", CHAT, json=many)), 413, "messages")
     refused(run(call("POST", CHAT, json=HI, headers={"x-big": "x" * 70_000})), 431)
     refused(run(call("POST", CHAT, json=HI, headers={f"x-{i}": "x" for i in range(300)})), 431)
 

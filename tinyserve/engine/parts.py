@@ -111,7 +111,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     with phases("files"):
         source = _resolve(config, config.model.model, phases.check)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer, phases.check)
-        promised = promised_length({**source.config(), **_overrides(config)})
+        promised = promised_length({**source.config(), **config.model.hf_overrides})
         context(config.model.max_model_len, promised, None)  # refused here, not after minutes of reading weights
     with phases("tokenizer"):
         dummy = config.load.load_format == "dummy" and not (words.gguf or words.file("tokenizer.json"))
@@ -133,7 +133,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             device=device.torch,
             load_format=config.load.load_format,
             format_for=format_for,
-            overrides=_overrides(config),
+            overrides=config.model.hf_overrides,
             seed=config.model.seed,
             progress=progress,
         )
@@ -196,7 +196,7 @@ def _formats(config: EngineConfig, source: Any, device: Any) -> tuple[str, Any]:
     from ..quant.plain import Plain
 
     asked, load_format = config.model.quantization, config.load.load_format
-    check_asked(asked, quantisation(source, {**source.config(), **_overrides(config)}, load_format))
+    check_asked(asked, quantisation(source, {**source.config(), **config.model.hf_overrides}, load_format))
     # On a CPU, 8 bits are what --dtype auto packs anyway, for the fast products of quant/cpu.py.
     pack = device.is_cpu and config.model.dtype == "auto" and load_format != "dummy"
     if pack and (asked == "int8" or online(asked) is None):
@@ -259,12 +259,6 @@ def _resolve(config: EngineConfig, name: str, check: Callable[[], None] = lambda
         load_format=config.load.load_format,
         check=check,
     )
-
-
-def _overrides(config: EngineConfig) -> Mapping[str, Any]:
-    """Keys that replace those of config.json: another config, then the user's own."""
-    path = config.model.hf_config_path
-    return {**(_resolve(config, path).config() if path else {}), **config.model.hf_overrides}
 
 
 def _template_text(config: EngineConfig, tokenizer: Any) -> Any:

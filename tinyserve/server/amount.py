@@ -15,12 +15,13 @@ import numpy as np
 from .errors import TooLarge
 
 SLICE = 2**18  # bytes; 1 ms at most
+MAX_MESSAGES = 10_000  # of a conversation
 BYTES_PER_VALUE = 32  # of --max-body-bytes: with 16 MB, half a million numbers
 _WEIGHTS = {b",": 1, b":": 6, b"{": 4, b"[": 2}  # what parsing each costs; a number in a list is 1, a quote too
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
-def check_amount(body: bytes, max_bytes: int, max_messages: int) -> None:
+def check_amount(body: bytes, max_bytes: int) -> None:
     """Refuse a body that would take the parser too long. Slow for a large one: call it off the loop.
 
     Raises: TooLarge.
@@ -33,8 +34,14 @@ def check_amount(body: bytes, max_bytes: int, max_messages: int) -> None:
         )
     overlap, mark = len(b'"role"') - 1, b'"role"'
     roles = sum(body.count(mark, max(0, at - overlap), at + SLICE) for at in range(0, len(body), SLICE))
-    if roles > max_messages:
-        raise TooLarge(f"The request has more than {max_messages} messages.", param="messages")
+    if roles > MAX_MESSAGES:
+        raise TooLarge(f"The request has more than {MAX_MESSAGES} messages.", param="messages")
+
+
+def check_messages(given: list[object]) -> None:
+    """Refuse a conversation of more messages than a template should see. Raises: TooLarge."""
+    if len(given) > MAX_MESSAGES:
+        raise TooLarge(f"messages has {len(given)} entries; at most {MAX_MESSAGES} are allowed.", param="messages")
 
 
 def _at_most(body: bytes) -> int:

@@ -20,9 +20,9 @@ from starlette.responses import Response
 from ..config import ServerOptions
 from ..errors import RequestError, shown
 from . import answers, spans
+from .amount import check_messages
 from .anthropic_writer import MessageWriter, Shape
 from .bodies import EFFORTS, INT64, MODEL
-from .errors import TooLarge
 from .face import Service
 from .fields import Fields, read_body
 from .formats import of_format
@@ -138,7 +138,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
 
 async def _encoded(fields: Fields, service: Service, plan: ToolPlan) -> tuple[list[Message], list[int]]:
     """The conversation as chat messages, and its ids."""
-    conversation = read_conversation(fields, service.config.server.max_messages)
+    conversation = read_conversation(fields)
     begun = conversation[-1]["role"] == "assistant"
     kwargs = {
         **service.config.server.default_chat_template_kwargs,
@@ -209,13 +209,12 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     return variables
 
 
-def read_conversation(fields: Fields, most: int) -> list[Message]:
-    """System prompt and messages as a chat template reads them. Raises: RequestError; TooLarge: above `most`."""
+def read_conversation(fields: Fields) -> list[Message]:
+    """System prompt and messages as a chat template reads them. Raises: RequestError; TooLarge."""
     given = fields.raw("messages")
     if not given:
         fields.refuse("messages", "at least one message is needed.")
-    if len(given) > most:
-        raise TooLarge(f"messages has {len(given)} entries; at most {most} are allowed.", param="messages")
+    check_messages(given)
     found: list[Message] = []
     if fields.raw("system"):
         found.append({"role": "system", "content": _text(fields.raw("system"), "system")})

@@ -35,21 +35,21 @@ async def read_body(request: Request, options: ServerOptions, body: Body) -> Fie
 
     Raises: RequestError: as read_json, and naming the first field that is wrong or cannot be honoured.
     """
-    fields = await read_json(request, options.max_body_bytes, options.max_messages)
+    fields = await read_json(request, options.max_body_bytes)
     body.check(fields.values)
     return Fields(fields.values, declared=body)
 
 
-async def read_json(request: Request, max_bytes: int, max_messages: int) -> Fields:
+async def read_json(request: Request, max_bytes: int) -> Fields:
     """The body of a POST as an object.
 
-    Raises: RequestError: wrong media type or JSON; TooLarge: above `max_bytes` or `max_messages` messages, or so many
-    values that parsing them would stop everybody else (amount.py).
+    Raises: RequestError: wrong media type or JSON; TooLarge: above `max_bytes`, or so many messages or other values
+    that parsing them would stop everybody else (amount.py).
     """
     _check_media_type(request)
     body = await _read_body(request, max_bytes)
     if len(body) > OFF_LOOP_BYTES:
-        await asyncio.to_thread(check_amount, body, max_bytes, max_messages)
+        await asyncio.to_thread(check_amount, body, max_bytes)
         value = await asyncio.to_thread(_parse, body)
     else:
         value = _parse(body)

@@ -23,9 +23,10 @@ from starlette.requests import Request
 from ..errors import RequestError
 from ..request import Output, Usage
 from . import answers, spans
+from .amount import MAX_MESSAGES, check_messages
 from .beam import beam_outputs, read_beam, with_form
 from .bodies import CHAT, EFFORTS
-from .errors import Failure, TooLarge
+from .errors import Failure
 from .face import Service
 from .fields import Fields, read_body
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -77,7 +78,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     beam = read_beam(fields, decided["max_tokens"] or engine.max_model_len)
     alone = {"n": 1} if beam else {}
     sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
-    messages = read_messages(fields, options.max_messages)
+    messages = read_messages(fields)
     plan = read_tools(fields, service)
     template = template_options(fields, service, plan)
     more = request_options(fields)
@@ -126,12 +127,12 @@ def name_of(request: Request, fields: Fields) -> str:
     return name if name.isprintable() else "".join(c if c.isprintable() else "?" for c in name)
 
 
-def read_messages(fields: Fields, most: int) -> list[dict[str, Any]]:
+def read_messages(fields: Fields) -> list[dict[str, Any]]:
     """The conversation, as far as its shape goes; what is in a message is checked with the template."""
     given = fields.raw("messages")
-    if isinstance(given, list) and len(given) > most:
-        raise TooLarge(f"messages has {len(given)} entries; at most {most} are allowed.", param="messages")
-    messages = fields.items("messages", dict, "a list of messages", most)
+    if isinstance(given, list):
+        check_messages(given)
+    messages = fields.items("messages", dict, "a list of messages", MAX_MESSAGES)
     if not messages:
         fields.refuse("messages", "at least one message is needed.")
     return messages

@@ -147,6 +147,4 @@ def hypercorn_config(options: ServerOptions, certificates: Certificates | None =
         config.ca_certs = options.ssl_ca_certs
         if options.ssl_ca_certs:
             config.verify_mode = ssl.CERT_REQUIRED
-        if options.ssl_ciphers:
-            config.ciphers = options.ssl_ciphers
     return config

@@ -31,7 +31,7 @@ async def tokenize(request: Request, service: Service) -> Response:
     fields = await read_body(request, options, TOKENIZE)
     service.model_name(fields.text("model"))
     if fields.given("messages"):
-        messages = read_messages(fields, options.max_messages)
+        messages = read_messages(fields)
         ids = await engine.encode_chat(messages, **template_options(fields, service, read_tools(fields, service)))
     else:
         prompt = fields.text("prompt")
