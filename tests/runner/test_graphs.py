@@ -1,5 +1,8 @@
 """runner/graphs.py on the CPU: a recorder that runs the recorded work again stands in for a device."""
 
+import threading
+from collections import deque
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from tinyserve.kernels.launch import once
 from tinyserve.runner import runner as runner_module
 from tinyserve.runner.batch import Shape
 from tinyserve.runner.graphs import MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
+from tinyserve.runner.hands import Hands
 from tinyserve.runner.runner import Limits, Runner
 from tinyserve.runner.warmup import check_rings, graph_bytes, warm_up
 from tinyserve.sampling.sampler import Sampler
@@ -126,6 +130,29 @@ def test_graphs_change_nothing(make):
     assert torch.equal(graphed.rows.tokens[:-1], plain.rows.tokens[:-1])
     replayed = {shape for shape, (graph, _) in graphed.graphs._graphs.items() if graph.replays}
     assert {shape.is_decode for shape in replayed} == {True, False} and len(replayed) >= 4
+
+
+def test_large_steps_launched_aside_change_nothing(make):
+    """Steps with a graph launched here, the others by a thread, two in flight: the outputs of one thread, in order."""
+    plain, aside = make(), make(Recorded(Recorder(), WANTED))
+    warm_up(plain)
+    aside._hands = Hands()
+    aside._is_quick = lambda step: not step.slices or aside.graphs.holds(Shape.of(step.slices, adapted=False))
+    aside.launch_aside()
+    warm_up(aside)
+    threads = set()
+    enqueue = aside._enqueue
+    aside._enqueue = lambda step: threads.add(threading.get_ident()) or enqueue(step)
+
+    found, flying = [], deque()
+    for step in traffic():
+        flying.append(aside.launch(step).landing)
+        if len(flying) == 2:
+            found.append(flying.popleft().result(10).slices)
+    found += [landing.result(10).slices for landing in flying]
+
+    assert found == outputs(plain)
+    assert len(threads) == 2 and threading.get_ident() in threads
 
 
 def test_a_start_records_a_few_and_idle_time_the_rest(make):

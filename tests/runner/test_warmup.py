@@ -23,6 +23,7 @@ from tinyserve.kv.storage import allocate
 from tinyserve.models.registry import load_model
 from tinyserve.runner.expected import expected, named
 from tinyserve.runner.graphs import Eager, Wanted
+from tinyserve.runner.hands import Hands
 from tinyserve.runner.runner import Limits, Runner
 from tinyserve.runner.warmup import _all_kinds, every_step, rehearse
 from tinyserve.sampling.sampler import Sampler
@@ -84,7 +85,7 @@ def make(folder, family, graphs, **changes):
     model.bind(groups, allocate(groups, layers, 1, LIMITS.block_size, torch.bfloat16, cpu))
     sampler = Sampler(LIMITS.rows, model.vocab_size, LIMITS.max_model_len, cpu)
     runner = Runner(model, sampler, evolve(LIMITS, groups=len(groups)), Device("cpu"), graphs)
-    runner._worker = Inline()
+    runner._worker, runner._hands = Inline(), Hands()
     return runner
 
 

@@ -160,6 +160,7 @@ def _prepare(runner: Any, phases: Phases, foundry: Compilers | None) -> Any:
 
     with phases("kernels"):
         compile_kernels(runner, usable_cores(), foundry or NoFoundry())
+    runner.launch_aside()  # not before: kernels are named by this thread
     with phases("rehearsal"):
         step = step_bytes(runner.device, lambda: rehearse(runner))
         return Needs(step=step, graphs=graph_bytes(runner))

@@ -51,12 +51,12 @@ class Shape:
 
     @classmethod
     def of(cls, pieces: Sequence[SeqSlice], *, adapted: bool) -> Shape:
-        """The shape of a step as it is, without padding. pieces: single ones stand first."""
+        """The shape of a step as it is, without padding."""
         seqs = len(pieces)
-        if isinstance(pieces, Decodes) or pieces[-1].count == 1:
+        if isinstance(pieces, Decodes):
             return cls(seqs, seqs, seqs, adapted)
-        tokens = sum(piece.count for piece in pieces)
-        return cls(tokens, seqs, sum(piece.count == 1 for piece in pieces), adapted)
+        counts = [piece.count for piece in pieces]
+        return cls(sum(counts), seqs, counts.count(1), adapted)
 
     @property
     def is_decode(self) -> bool:

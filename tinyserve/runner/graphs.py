@@ -51,6 +51,10 @@ class Graphs(Protocol):
         """The shape in which to run a step of this one: its own, or that of a graph."""
         ...
 
+    def holds(self, shape: Shape) -> bool:
+        """Whether there is a graph for a step of this shape."""
+        ...
+
     def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:
         """Return compute(), or the result of a graph that does the same."""
         ...
@@ -86,6 +90,10 @@ class Eager:
     def fit(self, shape: Shape) -> Shape:
         """Return the step's own shape."""
         return shape
+
+    def holds(self, shape: Shape) -> bool:
+        """There is none."""
+        return False
 
     def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:
         """Return compute()."""
@@ -206,6 +214,10 @@ class Recorded:
                 self._fits.clear()
             found = self._fits[shape] = self._search(shape)
         return found
+
+    def holds(self, shape: Shape) -> bool:
+        """Whether one that was recorded holds the step."""
+        return self.fit(shape) in self._graphs
 
     def _search(self, shape: Shape) -> Shape:
         if shape.is_decode:

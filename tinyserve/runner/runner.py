@@ -4,10 +4,10 @@
                                              '---------------------- graphs.run -------------------------'
     landing:  tokens in the host's ring -> StepOutput
 
-On a GPU `launch` runs on the event loop's thread and returns as soon as the kernels are queued: nothing in it waits for
-the device. A helper thread sleeps until the device is done and builds the StepOutput. On the CPU there is no queue to
-hide behind, so the whole step runs on that thread and the loop keeps serving meanwhile. Either way steps run and land
-in launch order.
+On a GPU a step that is replayed as a graph is launched on the event loop's thread, which takes a fraction of a
+millisecond; a large one by a thread of its own (hands.py). Another thread sleeps until the device is done and builds
+the StepOutput. On the CPU there is no queue to hide behind, so the whole step runs on that thread. The loop keeps
+serving meanwhile, and steps run and land in launch order.
 
 What few rows ask for (log-probabilities, edits of logits) is launched after the graph, over the logits that it left.
 
@@ -36,6 +36,7 @@ from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenL
 from .batch import Batch, BatchBuilder, Shape, Views
 from .flight import Flight, pass_on
 from .graphs import MIXED_PROMPTS, MIXED_TOKENS, Computed, Eager, Graphs
+from .hands import Hands, done
 from .pooled import pooled, wanted
 from .slots import Differences, Rows
 from .workers import Workers
@@ -147,6 +148,7 @@ class Runner:
         self.batches = BatchBuilder(self.rows, sampler.table, tokens, seqs, device, ring)
         self._events = [device.event() for _ in range(ring)]
         self._worker = Workers("tinyserve-step")
+        self._hands = Hands(self._worker if device.is_cpu else None)
         self._closed = False
 
     def launch(self, step: StepInput) -> Flight:
@@ -155,11 +157,8 @@ class Runner:
             raise EngineDead("The runner is closed.")
         if step.masks is not None and not step.masks.begun:
             return self._launch_early(step)
-        if self.device.is_cpu:
-            landing: Future[StepOutput] = self._worker.submit(lambda: self._land(self._on_device(self._enqueue, step)))
-        else:
-            landing = self._worker.submit(self._land, self._on_device(self._enqueue, step))
-        return Flight(step.step_id, landing)
+        launched = self._hands.do(self._is_quick(step), self._on_device, self._enqueue, step)
+        return Flight(step.step_id, self._worker.submit(self._land, launched))
 
     def _launch_early(self, step: StepInput) -> Flight:
         """Queue the forward now, and the rest once the tokens before it, and so its masks, are known.
@@ -167,18 +166,23 @@ class Runner:
         Nothing else is launched in between: the scheduler plans nothing behind such a step.
         """
         landing: Future[StepOutput] = Future()
-        on_cpu, here, finish = self.device.is_cpu, self._on_device, self._finish
-        begun = self._worker.submit(here, self._begin, step) if on_cpu else here(self._begin, step)
+        quick = self._is_quick(step)
+        begun = self._hands.do(quick, self._on_device, self._begin, step)
 
         def choose() -> None:
-            if on_cpu:
-                job = self._worker.submit(lambda: self._land(here(finish, begun.result())))
-            else:
-                job = self._worker.submit(self._land, here(finish, begun))
+            job = self._worker.submit(self._land, self._hands.do(quick, self._on_device, self._finish, begun))
             job.add_done_callback(lambda done: pass_on(done, landing))
 
         step.masks.when_begun(choose)
         return Flight(step.step_id, landing)
+
+    def _is_quick(self, step: StepInput) -> bool:
+        """Whether a step is launched in less than a millisecond: on a GPU, by a graph, or without any tokens."""
+        return not self.device.is_cpu and (not step.slices or self.graphs.holds(Shape.of(step.slices, adapted=False)))
+
+    def launch_aside(self) -> None:
+        """From now on a thread of its own launches on a GPU what takes long, and records graphs."""
+        self._hands.start()
 
     def improve(self) -> bool:
         """Record one more graph, if one is wanted; for when there is nothing to do. Returns whether it did."""
@@ -192,26 +196,28 @@ class Runner:
         if self._closed:
             return
         self._closed = True
+        self._hands.close()
         self._worker.close()
         self.graphs.close()
         self.adapters.close()
         del self.model, self.sampler, self.rows, self.batches, self.adapters
         self.device.release_unused()
 
-    @torch.inference_mode()
     def record(self, shape: Shape) -> None:
         """Make the graph of a shape, over sequences of padding. No step may be under way.
 
         If it cannot be made (no memory, or a model that waits for the device inside a step), no more are tried.
         """
-        with self.device.use():
-            batch = self._padding(shape)
-            try:
-                self.graphs.record(shape, lambda: self._compute(batch, filters=True))
-            except RuntimeError as error:
-                _log.warning("no more device graphs, so steps without one run slower: %s: %s", shape, error)
-                self.graphs.give_up()
-            self.batches.follow()
+        done(self._hands.do(False, self._on_device, self._record, shape))
+
+    def _record(self, shape: Shape) -> None:
+        batch = self._padding(shape)
+        try:
+            self.graphs.record(shape, lambda: self._compute(batch, filters=True))
+        except RuntimeError as error:
+            _log.warning("no more device graphs, so steps without one run slower: %s: %s", shape, error)
+            self.graphs.give_up()
+        self.batches.follow()
 
     def try_shape(self, shape: Shape) -> None:
         """Launch what the graph of a shape would."""
@@ -244,8 +250,9 @@ class Runner:
             self.rows.write(differences)
         return _Begun(step, order, forward, started)
 
-    def _finish(self, begun: _Begun) -> _Launched:
+    def _finish(self, begun: _Begun | Future[_Begun]) -> _Launched:
         """Queue the choice of tokens as far as the forward has not made it, and what brings results home."""
+        begun = done(begun)
         step, order, forward = begun.step, begun.order, begun.forward
         places, result, reports, scores, pools = order, None, None, {}, {}
         if forward is not None:
@@ -372,8 +379,9 @@ class Runner:
             scores.append(report if self.device.is_cpu else report.to("cpu", non_blocking=True))
         return scores
 
-    def _land(self, launched: _Launched) -> StepOutput:
+    def _land(self, launched: _Launched | Future[_Launched]) -> StepOutput:
         """Wait for the device (sleeping), then say in Python what the step gave."""
+        launched = done(launched)
         launched.event.synchronize()
         result = launched.result.tolist() if launched.result is not None else []
         seqs, slices = len(result) // 2, launched.step.slices

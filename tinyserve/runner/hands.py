@@ -1,0 +1,57 @@
+"""Who launches: the thread that asks, or one that has nothing else to do.
+
+A graph is replayed in a fraction of a millisecond. Kernels launched one by one, as in a step of many prompt tokens,
+take 20 to 60 ms of a thread, and once 1024 of them wait on the device, the driver lets the thread wait until a whole
+step has run: 0.3 s, in which the event loop would serve nobody.
+
+    loop     plan | do(large) | sockets, sockets | plan | do(quick): it waits | ... | plan | do(quick): at once
+    thread          '- launch, launch, launch ......................... replay -'
+
+Work is done in the order of the calls, whoever does it.
+
+Before: workers.py.  After: runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from .workers import Workers
+
+
+class Hands:
+    """Does what launches on the device, in order.
+
+    Args: thread: that does what takes long; None: everything is done at once, until `start`.
+    """
+
+    def __init__(self, thread: Workers | None = None) -> None:
+        self._thread = thread
+        self._last: Future[Any] | None = None  # what the thread was given last
+
+    def start(self) -> None:
+        """Have a thread, if there is none yet."""
+        if self._thread is None:
+            self._thread = Workers("tinyserve-launch")
+
+    def do(self, quick: bool, work: Callable[..., Any], *args: Any) -> Any:
+        """work(*args), or its Future, if it is not quick, or something before it is not done. See `done`."""
+        if self._last is not None and self._last.done():
+            self._last = None  # it may hold tensors
+        if self._thread is None or (quick and self._last is None):
+            return work(*args)
+        self._last = self._thread.submit(work, *args)
+        return self._last
+
+    def close(self) -> None:
+        """Wait for what is under way, and take no more."""
+        if self._thread is not None:
+            self._thread.close()
+        self._last = None
+
+
+def done(given: Any) -> Any:
+    """What `do` gave, as soon as it is there. Raises: what the work raised."""
+    return given.result() if isinstance(given, Future) else given
