@@ -85,3 +85,15 @@ Delta = (
 def handed_on(layer: Linear, x: Tensor, given: Tensor | Normed) -> Tensor | Product:
     """The last product of a block, whose input was `given`: launched now, or left to the next norm."""
     return Product(layer, x) if isinstance(given, Normed) and layer.folds else layer(x)
+
+
+def narrowed(x: Tensor, delta: Tensor | Product, rows: Tensor | None) -> tuple[Tensor, Tensor | Product]:
+    """The stream x and what is to be added to it, at some rows [R] only; None: as they are.
+
+    Behind the last attention nothing but the tokens that are followed by a chosen one is ever looked at.
+    """
+    if rows is None:
+        return x, delta
+    if isinstance(delta, Product):
+        return x.index_select(0, rows), Product(delta.layer, delta.x.index_select(0, rows))
+    return x.index_select(0, rows), delta.index_select(0, rows)

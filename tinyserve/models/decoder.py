@@ -129,13 +129,24 @@ class Decoder(nn.Module):
             if matrices and not plain and not isinstance(module, Embedding | ExpertLinear):
                 raise UnsupportedModel(f"--batch-invariant is not built for the products of {name} yet.")
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the hidden state of each token after the last norm, [T, H]; writes the tokens' keys and values."""
+    @property
+    def narrows(self) -> bool:
+        """Whether `forward` takes rows: with a last layer that can do without the others."""
+        return getattr(self.layers[-1], "narrows", False)
+
+    def forward(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        """Return the hidden state of each token after the last norm, [T, H]; writes the tokens' keys and values.
+
+        rows: [R], the tokens whose hidden states are wanted, [R, H]. The last layer leaves the others out once it has
+        their keys and values: of a prompt all tokens but the last, for whom it is most of that layer's work.
+        """
         x, delta = self.embed(batch.tokens), None
         if self.enter is not None:
             x = self.enter(x, batch.positions)
-        for layer in self.layers:
+        *most, last = self.layers
+        for layer in most:
             x, delta = layer(x, delta, batch)
+        x, delta = last(x, delta, batch) if rows is None else last(x, delta, batch, rows)
         return self.norm.add(x, delta)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:

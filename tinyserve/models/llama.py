@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..layers.attention import Attention, Batch, Heads, Scores
-from ..layers.fold import Delta
+from ..layers.fold import Delta, narrowed
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
@@ -42,6 +42,8 @@ WEIGHTS = {
 class Layer(nn.Module):
     """One block. Args: norm: makes a norm of the stream; attn, mlp: the two sub-blocks."""
 
+    narrows = True  # as the last one it can leave out the tokens that nobody looks at
+
     def __init__(self, hidden: int, norm: partial[RMSNorm], attn: Attention, mlp: GatedMLP) -> None:
         super().__init__()
         self.attn_norm = norm(hidden)
@@ -49,10 +51,10 @@ class Layer(nn.Module):
         self.mlp_norm = norm(hidden)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch) -> tuple[Tensor, Delta]:
-        """x: [T, H] stream; delta: [T, H] output of the last block, not added yet."""
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rows: Tensor | None = None) -> tuple[Tensor, Delta]:
+        """x: [T, H] stream; delta: [T, H] output of the last block, not added yet.   rows: see Decoder.forward."""
         x, h = self.attn_norm.fold(x, delta)
-        x, h = self.mlp_norm.fold(x, self.attn(h, batch))
+        x, h = self.mlp_norm.fold(*narrowed(x, self.attn(h, batch), rows))
         return x, self.mlp(h)
 
 

@@ -36,7 +36,8 @@ FITS = 4096  # steps whose fitting shape is remembered
 class Computed:
     """What the computation of a step leaves.
 
-    Args: hidden: [T, H] after the final norm.   logits: [S, V], None if not asked.   ended: tokens have been kept.
+    Args: hidden: [T, H] or [S, H] after the final norm.   logits: [S, V], None if not asked.
+        ended: tokens have been kept.
     """
 
     hidden: torch.Tensor

@@ -38,11 +38,11 @@ from .flight import Flight, pass_on
 from .graphs import MIXED_PROMPTS, MIXED_TOKENS, Computed, Eager, Graphs
 from .hands import Hands, done
 from .pooled import pooled, wanted
+from .scored import score, scored
 from .slots import Differences, Rows
 from .workers import Workers
 
 _log = logging.getLogger(__name__)
-PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: 256 x 152k x 4 bytes = 156 MB
 
 
 class Model(Protocol):
@@ -258,7 +258,10 @@ class Runner:
         if forward is not None:
             places, result, reports = self._choose(forward, step.masks)
             pieces, hidden = forward.pieces, forward.computed.hidden
-            scores = {order[i]: self._score_prompt(hidden, pieces, i) for i in self._scored(pieces)}
+            scores = {
+                order[i]: score(hidden, pieces, i, self.rows, self.model, self.sampler)
+                for i in scored(pieces, self.rows)
+            }
             if which := wanted(pieces, self.rows.pooled):
                 pools = {order[i]: vector for i, vector in pooled(hidden, pieces, which).items()}
             event = self._events[self.batches.slot]
@@ -284,8 +287,8 @@ class Runner:
         more = asks.more or masked
         own = Shape.of(pieces, adapted=bool(self.rows.adapted) and not self.rows.adapted.isdisjoint(slots))
         sampled = isinstance(pieces, Decodes) or any(piece.samples for piece in pieces)
-        exact = not own.is_decode and (more or bool(self._scored(pieces)) or bool(wanted(pieces, self.rows.pooled)))
-        shape = own if exact else self.graphs.fit(own)
+        whole = not own.is_decode and bool(scored(pieces, self.rows) or wanted(pieces, self.rows.pooled))
+        shape = own if whole or (more and not own.is_decode) else self.graphs.fit(own)
         views = self.batches.send(pieces, shape, differences, slots)
         again = sampled and more  # the choice of a graph is not enough
 
@@ -293,7 +296,7 @@ class Runner:
             longest = max(piece.end for piece in pieces)
             cached = max((piece.start for piece in pieces if piece.count > 1), default=0)
             batch = self.batches.batch(views, max(piece.count for piece in pieces), longest, cached)
-            return self._compute(batch, filters=asks.filters, sampled=sampled, chosen=not again)
+            return self._compute(batch, filters=asks.filters, sampled=sampled, chosen=not again, whole=whole)
 
         computed = self.graphs.run(views, compute)
         return _Forward(pieces, slots, own, shape, views, computed, sampled, again)
@@ -313,22 +316,25 @@ class Runner:
             places = [shape.place(i, own.decodes) for i in places]
         return places, self.batches.given(views.shape.seqs) if forward.sampled else None, reports
 
-    def _compute(self, batch: Batch, *, filters: bool, sampled: bool = True, chosen: bool = True) -> Computed:
+    def _compute(
+        self, batch: Batch, *, filters: bool, sampled: bool = True, chosen: bool = True, whole: bool = False
+    ) -> Computed:
         """Gather, forward, logits, the chosen tokens and where they go; nothing depends on the host's numbers.
 
         Args: filters: some row may ask for top-k, top-p or min-p.   sampled: some sequence of the step gets a token.
-            chosen: it is chosen here.
+            chosen: it is chosen here.   whole: the hidden states of all tokens are looked at.
         """
         views = batch.views
         batch.memo.clear()  # a recording computes twice, and what the first run made is gone when the graph is replayed
         self.batches.gather(views)
         self.adapters.wear(views.shape.adapted, self.rows.adapters, batch.token_rows)
-        hidden = self.model.forward(batch)
+        every = views.shape.is_decode or whole or views.shape.adapted or not getattr(self.model, "narrows", False)
+        hidden = self.model.forward(batch) if every else self.model.forward(batch, batch.logit_rows)
         if not sampled:
             self._keep(views.slots[:0], views.kept[:0] > 0, views)
             return Computed(hidden, None, True)
-        last = hidden if views.shape.is_decode else hidden.index_select(0, batch.logit_rows)
-        logits = self.model.logits(last)
+        wide = len(hidden) != views.shape.seqs
+        logits = self.model.logits(hidden.index_select(0, batch.logit_rows) if wide else hidden)
         if chosen:
             tokens, bad = self.sampler.choose(logits, views.values, views.seq_lens, filters=filters)
             self._keep(tokens, bad, views)
@@ -348,36 +354,6 @@ class Runner:
         """End the step with these tokens, fewer than its sequences or none; late: it has been ended."""
         where = (part[: len(tokens)] for part in (views.slots, views.seq_lens, views.kept))
         keep_tokens(tokens, bad, *where, self.rows.tokens, self.batches.home, self.batches.turn, late=late)
-
-    def _scored(self, pieces: Sequence[SeqSlice]) -> list[int]:
-        """Which pieces hold prompt positions whose next token's log-probability was asked for."""
-        rows = self.rows
-        return [
-            i
-            for i, piece in enumerate(pieces if rows.scored else ())
-            if piece.slot in rows.scored
-            and max(piece.start, rows.params[piece.slot].scores_from())
-            < min(piece.end, rows.prompt_lens[piece.slot] - 1)
-        ]
-
-    def _score_prompt(self, hidden: torch.Tensor, pieces: Sequence[SeqSlice], index: int) -> list[Any]:
-        """Log-probabilities of the prompt tokens that follow the positions of a piece, some rows at a time."""
-        piece = pieces[index]
-        params = self.rows.params[piece.slot]
-        stop = min(piece.end, self.rows.prompt_lens[piece.slot] - 1)
-        offset = sum(before.count for before in pieces[:index]) - piece.start
-        scores = []
-        for start in range(max(piece.start, params.scores_from()), stop, PROMPT_LOGPROB_ROWS):
-            end = min(start + PROMPT_LOGPROB_ROWS, stop)
-            logits = self.model.logits(hidden[offset + start : offset + end])
-            targets = self.rows.tokens[piece.slot, start + 1 : end + 1]
-            before = max(0, params.prompt_start - start)  # positions here whose row was not asked for
-            ids = [()] * before + list(
-                params.prompt_ids[start + before - params.prompt_start :][: end - start - before]
-            )
-            report = self.sampler.prompt_logprobs(logits, targets, params.prompt_logprobs or 0, ids if any(ids) else ())
-            scores.append(report if self.device.is_cpu else report.to("cpu", non_blocking=True))
-        return scores
 
     def _land(self, launched: _Launched | Future[_Launched]) -> StepOutput:
         """Wait for the device (sleeping), then say in Python what the step gave."""
