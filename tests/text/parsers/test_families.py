@@ -1,5 +1,6 @@
 """Every family's parser, on the same table of outputs: what it reads does not depend on how the text was cut."""
 
+import itertools
 import json
 
 import pytest
@@ -189,6 +190,32 @@ def test_arguments_in_any_order_null_or_as_text():
             parsed = read(FORMATS[0], ["<tool_call>", *pieces, "</tool_call>"])
             assert found(parsed) == [("get_weather", arguments)], written
             assert parsed.text == ""
+
+
+HOSTILE = {
+    "half a character": r'"\ud83c"', "two halves": r'"\ud83d\ude00"', "half as a key": r'{"\ud83c": 1}',
+    "NUL": '"a\x00b"',
+    "infinity": "1e999", "minus infinity": "-1e999", "infinity inside": "[1e999]", "NaN": "NaN", "NaN inside": "[NaN]",
+    "digits": "1" * 5000, "depth": "[" * 1000, "text of JSON": r'"{\"a\": NaN, \"b\": \"\ud83c\"}"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=IDS)
+def test_hostile_values_leave_valid_json(form):
+    """Halves of characters, which UTF-8 cannot hold, and numbers, which JSON has not: the answer can always be sent."""
+    for (name, value), key in itertools.product(HOSTILE.items(), ("city", "options", "tags", "days")):
+        output = form.calls([("get_weather", {key: "VALUE"})])
+        written = next(
+            (q for q in ('"VALUE"', "'VALUE'", "<escape>VALUE<escape>", '<|"|>VALUE<|"|>') if q in output), "VALUE"
+        )
+        output = output.replace(written, value)
+        whole = read(form, [output])
+        assert read(form, output) == whole, name
+        for text in (whole.text, *(call.name + call.arguments for call in whole.calls.values())):
+            text.encode()
+        for call in whole.calls.values():
+            if name != "digits":  # which JSON allows, and Python's reader does not
+                json.loads(call.arguments, parse_constant=pytest.fail)
 
 
 def test_families_are_told_from_templates():

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .events import Event, Kind
 
 _WORDS = {"True": True, "False": False, "None": None}
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Broken(Exception):
@@ -84,8 +86,9 @@ class CallWriter:
 
     def parameter(self, key: str, value: Any) -> None:
         """One argument whose value is known."""
+        text = json_text(value)
         self._begin_key(key)
-        self.args(json.dumps(value, ensure_ascii=False))
+        self.args(text)
 
     def key(self, key: str) -> None:
         """The value of this parameter follows, as text."""
@@ -110,11 +113,11 @@ class CallWriter:
         if self._value is None:
             self.args('"')
         else:
-            self.args(json.dumps(typed("".join(self._value), self._types), ensure_ascii=False))
+            self.args(json_text(typed("".join(self._value), self._types)))
             self._value = None
 
     def _begin_key(self, key: str) -> None:
-        self.args(("{" if not self._keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self.args(("{" if not self._keys else ", ") + json_text(key) + ": ")
         self._keys += 1
 
 
@@ -142,7 +145,7 @@ def types_of(part: Mapping[str, Any]) -> frozenset[str]:
 def typed(text: str, types: frozenset[str]) -> Any:
     """The value that a parameter's text stands for: of one of the types if it can be, else the text itself."""
     try:
-        value = json.loads(text.strip(), parse_constant=_no_constant)
+        value = strict_json(text.strip())
     except (ValueError, RecursionError):
         value = _python(text.strip())
         if value is Broken:
@@ -171,6 +174,28 @@ def _type_names(value: Any) -> frozenset[str]:
         return frozenset({"number", "integer"} if value.is_integer() else {"number"})
     names = {str: "string", list: "array", dict: "object", type(None): "null"}
     return frozenset({names[type(value)]})
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text. Raises: ValueError: it is none, or holds a number beyond all floats."""
+    value = json.loads(text, parse_constant=_no_constant)
+    json.dumps(value, allow_nan=False)  # 1e999 is read as infinity
+    return value
+
+
+def json_text(value: Any) -> str:
+    """The JSON text of a value. Raises: Broken: it has none."""
+    try:
+        return sound(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except ValueError:
+        raise Broken from None
+
+
+def sound(text: str) -> str:
+    """The same text as UTF-8 can hold it: escapes like \\ud83c may name halves of a character; those become U+FFFD."""
+    if not _SURROGATES.search(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _no_constant(name: str) -> None:

@@ -14,7 +14,7 @@ import re
 
 from attrs import frozen
 
-from .calls import Broken, CallWriter
+from .calls import Broken, CallWriter, sound, strict_json
 
 _SPACE = " \t\n\r"
 _WORD = frozenset("-+.0123456789abcdefghijklmnopqrstuvwxyzE")
@@ -96,7 +96,7 @@ class JsonScan:
 
     def _string(self, char: str) -> str:
         if char == '"':
-            self.text = json.loads('"' + "".join(self._run) + '"')
+            self.text = sound(json.loads('"' + "".join(self._run) + '"'))
             self.found = "key" if self._is_key else "string"
             self._mode = "colon" if self._is_key else "after"
             return char
@@ -299,7 +299,7 @@ class JsonCalls:
     def _take_text(self, text: str) -> None:
         """Arguments that were written as a string that holds JSON."""
         try:
-            value = json.loads(text)
+            value = strict_json(text)
         except (ValueError, RecursionError):
             raise Broken from None
         if not isinstance(value, dict):

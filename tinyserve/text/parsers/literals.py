@@ -17,7 +17,7 @@ from typing import Any
 
 from attrs import frozen
 
-from .calls import Broken, CallWriter
+from .calls import Broken, CallWriter, strict_json
 
 _PLAIN = re.compile(r"[^'\"\\]*")
 _NAMES = {"true": True, "false": False, "null": None}
@@ -125,7 +125,9 @@ def _plain(node: ast.expr) -> Any:
             return value
         case ast.Name(id=name) if name in _NAMES:
             return _NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)) if type(value) in (int, float):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)) if type(value) is int or (
+            type(value) is float and math.isfinite(value)
+        ):
             return -value
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             return [_plain(part) for part in parts]
@@ -209,7 +211,7 @@ def _gemma(text: str, at: int, quote: str) -> tuple[Any, int]:
         end += 1
     word = text[at:end].strip()
     try:
-        return json.loads(word), end
+        return strict_json(word), end
     except ValueError:
         if not word:
             raise Broken from None
