@@ -203,7 +203,7 @@ HOSTILE = {
 @pytest.mark.parametrize("form", FORMATS, ids=IDS)
 def test_hostile_values_leave_valid_json(form):
     """Halves of characters, which UTF-8 cannot hold, and numbers, which JSON has not: the answer can always be sent."""
-    for (name, value), key in itertools.product(HOSTILE.items(), ("city", "options", "tags", "days")):
+    for (name, value), key in itertools.product(HOSTILE.items(), ("city", "tags")):
         output = form.calls([("get_weather", {key: "VALUE"})])
         written = next(
             (q for q in ('"VALUE"', "'VALUE'", "<escape>VALUE<escape>", '<|"|>VALUE<|"|>') if q in output), "VALUE"
@@ -216,6 +216,16 @@ def test_hostile_values_leave_valid_json(form):
         for call in whole.calls.values():
             if name != "digits":  # which JSON allows, and Python's reader does not
                 json.loads(call.arguments, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=IDS)
+def test_a_name_without_end_is_text(form):
+    """Where a name could stand, 3000 letters come: text to the last one, with no look back at each of them."""
+    output = form.calls([OSLO])
+    output = output[: output.index("get_weather")] + "n" * 3000
+    whole = read(form, [output])
+    assert read(form, output) == whole
+    assert not whole.calls and (form.name == "harmony" or whole.text == output)
 
 
 def test_families_are_told_from_templates():

@@ -22,6 +22,8 @@ from .calls import Broken, CallWriter
 from .events import Event, Kind, join
 from .table import FRESH, PLAIN, TEXT, THOUGHT, Act, Expect, Go, Read, Reader, Sink, Table, Until
 
+MAX_HEAD = 1024  # characters of a name, key or header; what is longer is none
+
 
 class Machine:
     """Reads one answer.
@@ -176,7 +178,7 @@ class Machine:
         at, mark = self._table.finder(self._state).search(self._waiting)
         text = self._waiting[:at]
         if state.sink is Sink.HEAD:
-            fits = state.allowed.match(self._head + text).end() - len(self._head)
+            fits = state.allowed.match(self._head + text, 0, MAX_HEAD).end() - len(self._head)
             if fits < len(text):
                 self._consume(fits)
                 raise Broken
