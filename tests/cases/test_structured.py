@@ -111,9 +111,9 @@ async def test_one_request_waits_for_its_grammar_and_others_do_not(tok):
         gate = asyncio.Event()
         loop, compiling = asyncio.get_running_loop(), grammars._compile
 
-        def slow(wanted):
+        def slow(*given):
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(20)
-            return compiling(wanted)
+            return compiling(*given)
 
         grammars._compile = slow
         body = {"model": "tiny", "prompt": "x", "max_tokens": 5, "structured_outputs": {"regex": "b{3}"}}

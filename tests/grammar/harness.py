@@ -11,7 +11,7 @@ from tinyserve.structured import StructuredOutputsParams
 from tinyserve.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(byte_tokenizer())
-GRAMMARS = Grammars(TOKENIZER, VOCAB, {EOS}, Workers("test-grammar", 1))
+GRAMMARS = Grammars(TOKENIZER, VOCAB, {EOS}, quick=Workers("test-grammar"), slow=Workers("test-slow-grammar"))
 
 
 def ids(text):

@@ -1,9 +1,12 @@
 """What each kind of grammar takes and refuses; how compiling is bounded, shared and waited for."""
 
+import resource
+
 import pytest
 
 from tests.scripted import END_THINK, EOS, THINK
 from tinyserve.errors import RequestError
+from tinyserve.grammar import compile
 from tinyserve.structured import Constraint, StructuredOutputsParams, Thought
 
 from .harness import GRAMMARS, allowed, ids, matcher, takes
@@ -78,6 +81,53 @@ def test_deep_schemas_are_refused():
         schema = {"type": "array", "items": schema}
     with pytest.raises(RequestError, match="64 levels"):
         GRAMMARS.compiled(StructuredOutputsParams(json=schema).constraint()).result(20)
+
+
+MANY = [f"a.{{{number}}}b" for number in range(100)]
+TOO_MUCH = [
+    {"json": {"allOf": [{"type": "string", "pattern": pattern} for pattern in MANY]}},
+    {"json": {"type": "integer", "multipleOf": 1234567}},
+    {"json": {"type": "string", "pattern": "^(a{1000}){1000}$"}},
+    {"grammar": "start: X\nX: " + " & ".join(f"/(.|\\n)*{pattern}(.|\\n)*/" for pattern in MANY[:24])},
+]
+
+
+def test_grammars_that_take_too_much_are_refused_and_nobody_waits(monkeypatch):
+    """Each took a thread for minutes and up to 20 GB; now none more than its seconds, and others have milliseconds."""
+    monkeypatch.setattr(compile, "QUICK_SECONDS", 0.1)
+    monkeypatch.setattr(compile, "SECONDS", 0.4)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    waiting = [GRAMMARS.compiled(StructuredOutputsParams(**form, source="field").constraint()) for form in TOO_MUCH]
+    for future in waiting:
+        with pytest.raises(RequestError, match=r"takes more than 0\.4 seconds or 256 MB") as caught:
+            future.result(60)
+        assert caught.value.param == "field"
+        assert takes("a", choice=["a", f"b{id(future)}"])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024, "KB"
+
+
+def test_large_grammars_are_no_hostile_ones():
+    """8192 choices and 2000 properties, of which a row of the library's parser held 2000; what fails later is told."""
+    choices = [f"choice number {number}" for number in range(8192)]
+    assert takes(choices[-1], choice=choices) and not takes("choice number", choice=choices)
+    wide = {"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(2000)}}
+    assert takes('{"k7": "x", "k1999": ""}', json=wide)
+    branches = [{"type": "object", "properties": {f"k{number}": {"type": "integer"}}} for number in range(1500)]
+    with pytest.raises(RequestError, match="row has 16500 items"):
+        GRAMMARS.compiled(StructuredOutputsParams(json={"anyOf": branches}).constraint()).result(20)
+
+
+def test_the_cache_is_bounded_in_bytes(monkeypatch):
+    """A grammar of some megabytes makes older ones leave."""
+    monkeypatch.setattr(compile, "CACHED_BYTES", 4 * 2**20)
+    first = StructuredOutputsParams(choice=["first"]).constraint()
+    kept = GRAMMARS.compiled(first)
+    kept.result(20)
+    large = GRAMMARS.compiled(StructuredOutputsParams(json={"enum": [f"v{n}" for n in range(20000)]}).constraint())
+    large.result(20)
+    assert large.bytes > 4 * 2**20
+    GRAMMARS.compiled(StructuredOutputsParams(choice=["last"]).constraint()).result(20)
+    assert GRAMMARS.compiled(first) is not kept
 
 
 def test_equal_grammars_are_compiled_once():

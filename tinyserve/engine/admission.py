@@ -18,7 +18,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import Overloaded, RequestError
-from ..grammar.compile import SECONDS
+from ..grammar.compile import WAIT_SECONDS
 from ..request import FinishReason, RequestOutputKind
 from ..structured import Constraint
 from .answer import Answer
@@ -127,10 +127,10 @@ class Admission:
                 loop.call_soon_threadsafe(settle)
 
         late = RequestError(
-            f"{wanted.param}: it could not be compiled within {SECONDS:.0f} seconds; make it simpler.",
+            f"{wanted.param}: it could not be compiled within {WAIT_SECONDS:.0f} seconds; make it simpler.",
             param=wanted.param,
         )
-        timer = loop.call_later(SECONDS, fail, late)
+        timer = loop.call_later(WAIT_SECONDS, fail, late)
         compiled.add_done_callback(landed)
 
     def _queued(self, prepared: Prepared, index: int) -> Answer:

@@ -168,12 +168,13 @@ def _prepare(runner: Any, phases: Phases, foundry: Compilers | None) -> Any:
 
 def _words(parts: Parts) -> dict[str, Any]:
     """What holds answers to grammars, each with threads of its own: grammars, masks."""
-    from ..grammar.compile import THREADS, Grammars
+    from ..grammar.compile import Grammars
     from ..grammar.mask import MaskPool
     from ..runner.workers import Workers
 
     ends = parts.eos_ids | parts.extra_eos_ids
-    grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, Workers("tinyserve-grammar", THREADS))
+    quick, slow = Workers("tinyserve-grammar"), Workers("tinyserve-slow-grammar")
+    grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, quick=quick, slow=slow)
     return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"))}
 
 

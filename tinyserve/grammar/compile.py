@@ -1,10 +1,10 @@
 """Compiles grammars in threads of its own, within bounds, and keeps those that were used last.
 
 A request whose grammar is not compiled waits in the scheduler's queue (its constraint is not `ready`), while others
-pass it. The library bounds its own work by counting steps, here and when masks are computed, so that no grammar can
-hold a thread for long; one that needs more is refused, and nobody else notices.
+pass it. Each grammar is tried in a process first (trial.py), so that none can hold a thread, or take memory, for long.
+Nearly all are compiled within milliseconds; those that are not go to a thread of their own, and nobody waits for them.
 
-Before: schema.py.  After: matcher.py (one answer's place in a grammar), engine/engine.py (tells failures).
+Before: schema.py, trial.py.  After: matcher.py (one answer's place in a grammar), engine/engine.py (tells failures).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
 from .matcher import UNCONSTRAINED, Constraint, Matcher, Words
 from .schema import first_line, grammar_text
+from .trial import TooMuch, Trial, limits
 
-THREADS = 2
 CACHED = 512  # grammars
-SECONDS = 20.0  # a request waits no longer for its grammar
-# Steps of work, about 50,000 of them a millisecond, and sizes; beyond them the library gives up on a grammar.
-BOUNDS = {"initial_lexer_fuel": 2_000_000, "step_lexer_fuel": 500_000, "max_grammar_size": 500_000}
+CACHED_BYTES = 512 * 2**20
+WAIT_SECONDS = 20.0  # a request waits no longer for its grammar
+QUICK_SECONDS, SECONDS = 0.3, 3.0  # of one core, that a grammar may take at first, and in the thread for slow ones
 
 
 class Tokens(Protocol):
@@ -49,32 +49,47 @@ class Threads(Protocol):
     def close(self, *, wait: bool = True) -> None: ...
 
 
+class Compiled(Future["LLMatcher | None"]):
+    """A grammar, compiled or on its way. bytes: of memory that it takes."""
+
+    bytes = 0
+
+
 class Grammars:
     """All grammars of an engine.
 
     Args:
         tokenizer: of the model.   vocab_size: columns of its logits.
         end_ids: tokens that end an answer; a grammar that may end allows them.
-        threads: do the work, THREADS of them.
+        quick, slow: one thread each, for most grammars and for those that take longer.
     """
 
-    def __init__(self, tokenizer: Tokens, vocab_size: int, end_ids: Iterable[int], threads: Threads) -> None:
+    def __init__(
+        self, tokenizer: Tokens, vocab_size: int, end_ids: Iterable[int], *, quick: Threads, slow: Threads
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = sorted(end_ids)
-        self._threads = threads
-        self._cache: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
+        self._quick, self._slow = quick, slow
+        self._trials: dict[float, Trial] = {}  # by the seconds that they give a grammar
+        self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._words: Words | None = None
         self._library: LLTokenizer | None = None
 
     def close(self) -> None:
         """End the threads; what has not begun is dropped."""
-        self._threads.close(wait=False)
+        for threads in (self._quick, self._slow):
+            threads.close(wait=False)
+        for trial in self._trials.values():
+            trial.close()
+        for future in self._cache.values():
+            future.cancel()
 
     def warm(self) -> None:
         """Make the vocabulary now. It holds the interpreter for a second or so, which streams would notice."""
         self._tokens()
+        self._trial(QUICK_SECONDS).start()
 
     def constrain(self, request: Request) -> Constraint:
         """The constraint of a request, which may not be ready yet.
@@ -91,18 +106,33 @@ class Grammars:
         begun = request.prompt_ids[len(request.prompt_ids) - request.answered :]
         return Matcher(future, lambda: self.words, wanted, params.stop_token_ids, params.min_tokens, begun)
 
-    def compiled(self, wanted: Wanted) -> Future[LLMatcher | None]:
+    def compiled(self, wanted: Wanted) -> Compiled:
         """The grammar, compiled or on its way; it fails with RequestError. None: only the thought is limited."""
         key = hashlib.sha256(repr(wanted.key).encode("utf-8", "replace")).digest()
         found = self._cache.get(key)
         if found is not None:
             self._cache.move_to_end(key)
             return found
-        future = self._threads.submit(self._compile, wanted)
-        self._cache[key] = future
-        while len(self._cache) > CACHED:
+        future = self._cache[key] = Compiled()
+        self._quick.submit(self._settle, future, wanted, QUICK_SECONDS)
+        while len(self._cache) > CACHED or sum(each.bytes for each in self._cache.values()) > CACHED_BYTES:
             self._cache.popitem(last=False)
         return future
+
+    def _settle(self, future: Compiled, wanted: Wanted, seconds: float) -> None:
+        """Compile within so many seconds, and say what came of it."""
+        if future.cancelled():
+            return
+        try:
+            matcher, future.bytes = self._compile(wanted, seconds)
+            future.set_result(matcher)
+        except TooMuch as error:
+            if seconds < SECONDS:
+                self._slow.submit(self._settle, future, wanted, SECONDS)
+                return
+            future.set_exception(RequestError(f"{wanted.param}: {error}.", param=wanted.param))
+        except BaseException as error:
+            future.set_exception(error)
 
     @property
     def words(self) -> Words:
@@ -112,21 +142,29 @@ class Grammars:
                 self._words = _words(self._tokenizer, self._vocab_size, self._end_ids)
             return self._words
 
-    def _compile(self, wanted: Wanted) -> LLMatcher | None:
+    def _compile(self, wanted: Wanted, seconds: float) -> tuple[LLMatcher | None, int]:
         words = self.words
         if wanted.kind == "thought":
-            return None
+            return None, 0
         text = grammar_text(wanted, words.special)
-        matcher = LLMatcher(self._tokens(), text, log_level=0, limits=LLParserLimits(**BOUNDS))
-        error = matcher.get_error()
+        verdict = self._trial(seconds).run(text, seconds)
+        error = verdict.error
         if not error:
-            matcher.compute_bitmask()  # some grammars fail at their first mask
+            matcher = LLMatcher(self._tokens(), text, log_level=0, limits=limits())
+            mask = matcher.compute_bitmask()  # some grammars fail at their first mask
             error = matcher.get_error()
         if error:
             raise RequestError(f"{wanted.param}: {first_line(error)}", param=wanted.param)
-        if not any(matcher.compute_bitmask()):
+        if not any(mask):
             raise RequestError(f"{wanted.param}: nothing satisfies it.", param=wanted.param)
-        return matcher
+        return matcher, verdict.bytes
+
+    def _trial(self, seconds: float) -> Trial:
+        words = self.words
+        with self._lock:
+            if seconds not in self._trials:
+                self._trials[seconds] = Trial(words.width * 32, words.special, words.end_ids)
+            return self._trials[seconds]
 
     def _tokens(self) -> LLTokenizer:
         """The vocabulary as the library has it, made once: 0.13 s of one core for 49,000 tokens, 1.3 s for 262,000."""

@@ -110,7 +110,9 @@ def _regex(constraint: Constraint, _: Any) -> str:
 
 
 def _choice(constraint: Constraint, _: Any) -> str:
-    return "start: " + " | ".join(_quoted(choice) for choice in constraint.value)
+    return "start: CHOICE\nCHOICE: " + " | ".join(
+        _quoted(choice) for choice in constraint.value
+    )  # one word: any number
 
 
 def _grammar(constraint: Constraint, _: Any) -> str:

@@ -1,0 +1,216 @@
+"""Grammars of strangers, tried in a process of their own that may be killed.
+
+The library counts its steps, but one step can be as large as it likes: the intersection of thirty patterns, or a
+number that must be a multiple of 1234567, holds a thread for minutes and takes gigabytes, and no thread can be stopped.
+So each grammar is first compiled in a child with few seconds of its core and little memory, and followed for some
+tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar starts another child.
+
+    parent --length, grammar--> child: compile, follow --length, JSON {error, bytes}--> parent
+
+The child's vocabulary is the 256 bytes and the special tokens: what a grammar costs hardly depends on the words.
+
+Before: schema.py (the text of a grammar).  After: compile.py, which compiles for itself what has passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import random
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+MEMORY_BYTES = 256 * 2**20  # that one grammar may take
+START_SECONDS = 30.0  # for a new child, on a busy machine
+PATIENCE = 5.0  # so many times the seconds that a grammar may compute, on a busy machine
+FOLLOWED = 24  # tokens
+# Steps of work, about 50,000 of them a millisecond, and sizes; beyond them the library gives up on a grammar.
+BOUNDS = {
+    "initial_lexer_fuel": 2_000_000,
+    "step_lexer_fuel": 500_000,
+    "max_grammar_size": 500_000,
+    "max_items_in_row": 12_000,  # 3000 properties, or 1000 branches of anyOf
+}
+_LENGTH = struct.Struct("<Q")
+_CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tinyserve.grammar.trial import child; child()"
+
+
+class TooMuch(Exception):
+    """A grammar took more time or memory than it may."""
+
+
+@frozen
+class Verdict:
+    """What came of a grammar. error: the library's, or "".   bytes: of memory that it takes."""
+
+    error: str
+    bytes: int
+
+
+def limits() -> LLParserLimits:
+    """The library's own bounds."""
+    return LLParserLimits(**BOUNDS)
+
+
+class Trial:
+    """Tries one grammar after the other, in a child that is started when it is needed. Used from one thread at a time.
+
+    Args: size: tokens of the vocabulary.   special: special tokens by their text.   end_ids: tokens that end an answer.
+    """
+
+    def __init__(self, size: int, special: Mapping[str, int], end_ids: tuple[int, ...]) -> None:
+        self._words = json.dumps([size, dict(special), list(end_ids)])
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # of the child's beginning and end
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the child now, if there is none."""
+        with self._lock:
+            if self._child is None and not self._closed:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-c", _CODE, json.dumps(sys.path), self._words],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env={},
+                )
+
+    def run(self, grammar: str, seconds: float) -> Verdict:
+        """What comes of a grammar's text. seconds: of one core, at most. Raises: TooMuch."""
+        self.start()
+        child, done = self._child, False
+        if child is None:
+            raise TooMuch("these grammars are closed")
+        try:
+            data = json.dumps([seconds, grammar]).encode()
+            child.stdin.write(_LENGTH.pack(len(data)) + data)
+            child.stdin.flush()
+            end = time.monotonic() + START_SECONDS + seconds * PATIENCE
+            (length,) = _LENGTH.unpack(_read(child.stdout, _LENGTH.size, end))
+            error, size, fresh = json.loads(_read(child.stdout, length, end))
+            done = fresh
+        except (OSError, EOFError, ValueError):
+            raise TooMuch(f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile") from None
+        finally:
+            if not done:  # dead, stuck, or grown
+                self._end()
+        return Verdict(error, size)
+
+    def close(self) -> None:
+        """End the child, whatever it does."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            with contextlib.suppress(OSError):
+                child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                with contextlib.suppress(OSError):  # what could not be written any more
+                    pipe.close()
+
+
+def _read(pipe: Any, count: int, end: float) -> bytes:
+    """So many bytes of an unread pipe. Raises: EOFError: it ends before, or `end` has come."""
+    data, poll = b"", select.poll()
+    poll.register(pipe, select.POLLIN)
+    while len(data) < count:
+        ready = poll.poll(max(0.0, end - time.monotonic()) * 1000)
+        piece = pipe.raw.read(count - len(data)) if ready else b""
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+# ---- the child
+
+
+class _Bytes:
+    """A vocabulary of bytes and special tokens, of the right size."""
+
+    bos_token_id = None
+
+    def __init__(self, size: int, special: Mapping[str, int], end_ids: list[int]) -> None:
+        self.tokens = [b""] * max(size, 256 + len(special))
+        for text, index in special.items():
+            self.tokens[index] = text.encode()
+        taken = set(special.values()) | set(end_ids)
+        free = [index for index in range(len(self.tokens)) if index not in taken]
+        for byte, index in enumerate(free[:256]):
+            self.tokens[index] = bytes([byte])
+        self.special_token_ids = sorted(special.values())
+        self.eos_token_id = end_ids[0] if end_ids else 0
+        self._at = free
+
+    def __call__(self, text: Any) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self._at[byte] for byte in data]
+
+
+def child() -> None:
+    """The other end: answers until the pipe ends, or a grammar goes too far."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    size, special, end_ids = json.loads(sys.argv[2])
+    tokens = LLTokenizer(TokenizerWrapper(_Bytes(size, special, end_ids)), eos_token=end_ids or None)
+    _follow(tokens, "start: /[a-z]+/")  # what the library makes once
+    usual = _memory()
+    resource.setrlimit(resource.RLIMIT_AS, (_memory(0) + MEMORY_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while head := source.read(_LENGTH.size):
+        seconds, grammar = json.loads(source.read(*_LENGTH.unpack(head)))
+        before = _memory()
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its default action ends the process
+        matcher = _follow(tokens, grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        grown = _memory() - before
+        error = matcher.get_error() or ""
+        del matcher
+        data = json.dumps([error, max(0, grown), _memory() - usual < MEMORY_BYTES // 4]).encode()
+        sink.write(_LENGTH.pack(len(data)) + data)
+        sink.flush()
+
+
+def _follow(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar and go along with it for some tokens that it allows."""
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits())
+    draw = random.Random(0)
+    for _ in range(FOLLOWED):
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.get_error() or matcher.is_stopped():
+            break
+        may = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if not len(may) or not matcher.consume_token(int(draw.choice(may))):
+            break
+    return matcher
+
+
+def _memory(field: int = 1) -> int:
+    """Bytes that this process holds, or, where a system does not tell, the most that it ever held.
+
+    Args: field: 0 for those of its address space.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[field]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
