@@ -7,6 +7,7 @@ import pytest
 
 from tests.scripted import ScriptModel
 from tinyserve.engine.admission import Admission
+from tinyserve.grammar import matcher
 
 from .harness import CHAT, HI, TEXT, serving
 
@@ -108,3 +109,17 @@ async def test_a_grammar_that_fails_while_its_answers_are_queued(tok, monkeypatc
     async with serving(ScriptModel([97] * 8), tok) as server:
         error = await asyncio.wait_for(server.refused(CHAT, {**HI, "structured_outputs": {"regex": "(later"}}), 10)
     assert "regex" in error["message"]
+
+
+@pytest.mark.anyio
+async def test_a_grammar_that_takes_ever_longer_ends_alone(tok, monkeypatch):
+    """Each token of an ambiguous grammar costs more than the one before, up to seconds, which others would wait for."""
+    monkeypatch.setattr(matcher, "SPARE_SECONDS", 0.2)
+    async with serving(ScriptModel([97] * 240), tok) as server:
+        slow = {"structured_outputs": {"grammar": 'start: s\ns: s s s | s s | "a" | "aa"'}, "max_tokens": 240}
+        free, held = await asyncio.gather(
+            server.ask(TEXT, {"model": "tiny", "prompt": "x", "max_tokens": 240}), server.ask(CHAT, {**HI, **slow})
+        )
+    assert free.text == "a" * 240
+    assert held.status == 400 and "takes too long" in held.error["message"]
+    assert held.seconds < 20

@@ -15,6 +15,9 @@ from llguidance import LLExecutor
 from .compile import Threads
 from .matcher import Matcher
 
+SLOW_SECONDS = 0.03  # masks of a step that take longer are watched
+WATCHED = 16  # steps, in which each row is computed alone, and its time is its own
+
 
 class Masks:
     """The masks of one step: they can be computed once every token before it is known.
@@ -62,6 +65,7 @@ class MaskPool:
     def __init__(self, thread: Threads) -> None:
         self._executor: LLExecutor | None = None
         self._thread = thread
+        self._watched = 0  # steps to come
         self.seconds = 0.0
         self.rows = 0
 
@@ -79,8 +83,16 @@ class MaskPool:
             self._executor = LLExecutor()
         bits = np.full((len(matchers), matchers[0].width), -1, dtype=np.int32)
         libraries = [(library, row) for row, each in enumerate(matchers) if (library := each.compiled()) is not None]
-        if libraries:
+        if libraries and self._watched:
+            self._watched -= 1
+            for library, row in libraries:
+                begin = time.thread_time()
+                library.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits.shape[1] * 4)
+                matchers[row].spend(time.thread_time() - begin)
+        elif libraries:
             self._executor.unsafe_compute_mask_ptr(libraries, bits.ctypes.data, bits.shape[1] * 4, len(bits))
+            if time.perf_counter() - start > SLOW_SECONDS:
+                self._watched = WATCHED
         for row, matcher in zip(bits, matchers, strict=True):
             try:
                 matcher.finish(row)

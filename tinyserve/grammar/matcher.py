@@ -11,6 +11,7 @@ After: scheduling/scheduler.py (waits for it, advances it), mask.py (asks it).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from .schema import first_line
 from .thought import Gate, Mode
 
 MAX_DIGITS = 40  # of one number in JSON; the longest 128-bit integer has 39
+USUAL_SECONDS = 0.005  # of one core, that a token may cost
+SPARE_SECONDS = 1.0  # that all tokens of an answer may cost beyond that; an ambiguous grammar costs more with each one
 
 
 class Constraint(Protocol):
@@ -152,6 +155,7 @@ class Matcher:
         self._gate: Gate | None = None
         self._numbers = Numbers() if wanted.kind in ("json", "json_object") else None
         self._log: list[tuple[Any, Any, bool]] = []  # before each token: gate, numbers; whether the grammar took it
+        self._spare = SPARE_SECONDS
         self.ended = False
         self.error: Exception | None = None
 
@@ -192,12 +196,27 @@ class Matcher:
         if token in self._stop_ids and token not in words.end_ids:
             self.ended = self._match.is_accepting()
             self._log[-1] = (*before, False)
-        elif not self._match.consume_token(token):
-            self._fail()
         else:
-            self.ended = token in words.end_ids and self._match.is_stopped()
+            self._consume(token)
         if numbers:
             numbers.feed(data)
+
+    def _consume(self, token: int) -> None:
+        start = time.thread_time()
+        taken = self._match.consume_token(token)
+        self.spend(time.thread_time() - start)
+        if not taken:
+            self._fail()
+        else:
+            self.ended = token in self._words.end_ids and self._match.is_stopped()
+
+    def spend(self, seconds: float) -> None:
+        """Note what the library computed for a token. What costs too much ends with an error: all wait for it."""
+        self._spare -= max(0.0, seconds - USUAL_SECONDS)
+        if self._spare < 0 and self.error is None:
+            self.error = RequestError(
+                f"{self._wanted.param}: to follow it takes too long; make it less ambiguous.", param=self._wanted.param
+            )
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens."""
