@@ -11,7 +11,9 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
-def write_adapter(folder, base, *, targets=ALL, rank=4, alpha=8, seed=1, spread=0.3, prefix="base_model.model.", **more):
+def write_adapter(
+    folder, base, *, targets=ALL, rank=4, alpha=8, seed=1, spread=0.3, prefix="base_model.model.", **more
+):
     """An adapter for the checkpoint at `base`, with random matrices large enough to change the first token."""
     folder.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(seed)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import oracles
+from tests.kernels.harness import interpreting
 from tests.lora.checkpoints import ATTENTION, greedy, logits, merged, write_adapter
 from tests.models.batching import Paged
 from tinyserve.checkpoint.source import resolve
@@ -14,7 +15,7 @@ from tinyserve.device import Device
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.parts import Parts
 from tinyserve.lora.adapters import LoadedAdapters
-from tinyserve.lora.batch import Adapted
+from tinyserve.lora.batch import Adapted, Worn
 from tinyserve.lora.names import places, read_adapter
 from tinyserve.models.registry import family, load_model
 from tinyserve.request import SamplingParams
@@ -64,18 +65,24 @@ def open_model(folder):
     return load_model(resolve(str(folder)), dtype="float32")
 
 
+def dressed(model, folders):
+    """The model with two places, which hold these adapters."""
+    layers = places(model, family(model.config.architecture).WEIGHTS)
+    adapted, known = Adapted(layers, 2, 8, torch.device("cpu")), LoadedAdapters(2)
+    adapted.reserve(64)
+    for folder in folders:
+        rank, found = read_adapter(str(folder), layers, 8)
+        known.place(known.load(folder.name, str(folder), rank, adapted.packed(found)), ())
+    adapted.apply(known.moves())
+    return adapted
+
+
 @pytest.mark.parametrize("name", (*FAMILIES, *FUSED))
 def test_logits_equal_those_of_merged_weights(name, made):
     """1e-4, for two adapters and the base in one batch, prefilled together and decoded together."""
     base, *adapters = made(name)
     model = open_model(base)
-    layers = places(model, family(model.config.architecture).WEIGHTS)
-    adapted, known = Adapted(layers, 2, 8, torch.device("cpu")), LoadedAdapters(2)
-    adapted.reserve(64)
-    for folder in adapters:
-        rank, found = read_adapter(str(folder), layers, 8)
-        known.place(known.load(folder.name, str(folder), rank, adapted.packed(found)), ())
-    adapted.apply(known.moves())
+    adapted = dressed(model, adapters)
     paged, counts = Paged(model), (9, 5, 12)
     rows = [paged.add(oracles.prompt(count + 2, seed=seed)) for seed, count in enumerate(counts)]
     worn = torch.tensor([1, 2, 0], dtype=torch.int32)
@@ -90,7 +97,32 @@ def test_logits_equal_those_of_merged_weights(name, made):
         expected = logits(merged(base, folder), paged.rows[row].tokens)
         torch.testing.assert_close(torch.cat([step[row] for step in steps]), expected, atol=1e-4, rtol=0)
     adapted.close()
-    assert not any(type(place.layer.format).__name__ == "Worn" for place in layers)
+    assert not any(isinstance(place.layer.format, Worn) for place in adapted.layers)
+
+
+def test_the_kernels_add_the_same(made):
+    """In Triton's interpreter, where products of one token fold their norm in unless the step wears an adapter."""
+    base, *adapters = made("llama")
+    tokens, worn = oracles.prompt(5), torch.tensor([1, 0], dtype=torch.int32)
+    found = {}
+    with interpreting():
+        model = open_model(base)
+        adapted = dressed(model, adapters)
+        paged = Paged(model, block_size=16)
+        rows = [paged.add(tokens) for _ in range(2)]
+        layer = adapted.layers[0].layer
+        for counts in ((3, 3), (1, 1), (1, 0)):
+            adapted.wear(True, worn, torch.repeat_interleave(torch.arange(2), torch.tensor(counts)))
+            assert not layer.folds
+            step = paged.step({row: count for row, count in zip(rows, counts, strict=True) if count})
+            for row, given in step.items():
+                found.setdefault(row, []).append(given)
+        adapted.wear(False, worn, torch.tensor([1]))
+        assert layer.folds
+        found[rows[1]].append(paged.step({rows[1]: 1})[rows[1]])
+
+    for row, folder in zip(rows, (adapters[0], None), strict=True):
+        torch.testing.assert_close(torch.cat(found[row]), logits(merged(base, folder), tokens), atol=1e-4, rtol=0)
 
 
 def start(model, **options):

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tinyserve import config
+from tinyserve.engine.adapters import NoDesk
 from tinyserve.errors import ContextLengthExceeded, NumericsError, RequestError
 from tinyserve.request import FinishReason, Logprob, Output, Usage
 from tinyserve.server.app import create_app
@@ -51,6 +52,7 @@ class FakeEngine:
         self.tokenizer = ByteTokenizer()
         self.parsing = Parsing()
         self.served_names = ("tiny", "alias")
+        self.adapters = NoDesk()
         self.default_sampling = {}
         self.metrics = Metrics("tiny", log=False)
         self.running = self.started = self.ended = self.steps = 0
@@ -126,7 +128,7 @@ class FakeEngine:
     def progress(self, request_id):
         return None
 
-    async def beam_search(self, prompt, params, *, thinks=False):
+    async def beam_search(self, prompt, params, *, thinks=False, adapter=None):
         def beam(text, reason, last):
             tokens = [*text.encode(), *last]
             logprobs = [{token: Logprob(-0.5, 1, chr(token))} for token in tokens]

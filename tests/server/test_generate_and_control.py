@@ -18,7 +18,8 @@ from .conftest import events, refused, strict
 URL = "/inference/v1/generate"
 ADMIN = [
     ("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/reset_prefix_cache"),
-    ("POST", "/abort_requests"), ("POST", "/inference/v1/abort_requests"),
+    ("POST", "/abort_requests"), ("POST", "/inference/v1/abort_requests"), ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
 ]  # fmt: skip
 
 

@@ -135,9 +135,13 @@ def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, di
 
 def _config(folder: Path) -> Mapping[str, Any]:
     file = folder / CONFIG
-    if not folder.is_dir() or not file.is_file():
-        what = f"there is no {CONFIG} in it" if folder.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{folder}: {what}. An adapter is a folder with {CONFIG} and {TENSORS}.")
+    try:
+        here, there = folder.is_dir(), file.is_file()
+    except (OSError, ValueError):  # no name that a folder could have
+        here = there = False
+    if not there:
+        what = f"there is no {CONFIG} in it" if here else "there is no such folder"
+        raise CheckpointError(f"{shown(str(folder))}: {what}. An adapter is a folder with {CONFIG} and {TENSORS}.")
     try:
         if file.stat().st_size > CONFIG_BYTES:
             raise ValueError(f"it has more than {CONFIG_BYTES} bytes")

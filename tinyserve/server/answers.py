@@ -127,7 +127,8 @@ INFO = record(version="string", config={}, model="object", now="object", system=
 DELETED = record(id="string", object="string", deleted="boolean")
 MODEL = record(
     id="string", object="string", created="integer", owned_by="string", root="string", parent="string?",
-    max_model_len=of("integer", "Tokens of prompt and answer together."), permission=rows("object"),
+    max_model_len=of("integer?", "Tokens of prompt and answer together; null for an adapter."),
+    permission=rows("object"),
 )  # fmt: skip
 MODELS = record(object="string", data=rows(MODEL))
 TOKENS = record(

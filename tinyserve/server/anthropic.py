@@ -107,7 +107,7 @@ async def messages(request: Request, service: Service) -> Generation:
     plan = _plan(fields, options)
     decided = {"max_tokens": fields.integer("max_tokens"), "stop": stops, **_form(fields), **_budget(fields, engine)}
     sampling = read_sampling(fields, engine.default_sampling, stream=stream, **decided)
-    more = request_options(fields)
+    more = request_options(fields, service)
     conversation, ids = await _encoded(fields, service, plan)
     readings = Readings.of(engine, plan, ids)
     sampling = readings.prepared(sampling)

@@ -26,7 +26,7 @@ from starlette.routing import Route, Router
 
 from ..errors import Overloaded
 from ..telemetry import HttpCall
-from . import admin, anthropic, control, dashboard, docs, embeddings, models, pages, responses, tokens
+from . import adapters, admin, anthropic, control, dashboard, docs, embeddings, models, pages, responses, tokens
 from .admin import orca
 from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, WrongHost, answer_to, describe
 from .face import Service
@@ -80,6 +80,8 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/is_paused", control.is_paused),
     ("POST", "/reset_prefix_cache", control.reset_prefix_cache),
     ("POST", "/abort_requests", control.abort_requests),
+    ("POST", "/v1/load_lora_adapter", adapters.load),
+    ("POST", "/v1/unload_lora_adapter", adapters.unload),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/metrics/", admin.metrics),
 )

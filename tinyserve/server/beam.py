@@ -8,6 +8,7 @@ Before: engine/beam.py (the search).  After: openai_chat.py, openai_completions.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from attrs import evolve
 
@@ -58,10 +59,10 @@ def with_form(beam: BeamSearchParams | None, sampling: SamplingParams) -> BeamSe
 
 
 async def beam_outputs(
-    engine: EngineFace, ids: Sequence[int], params: BeamSearchParams, *, logprobs: bool, thinks: bool = False
+    engine: EngineFace, ids: Sequence[int], params: BeamSearchParams, *, logprobs: bool, **options: Any
 ) -> AsyncIterator[Output]:
-    """One output per beam, best first."""
-    found = await engine.beam_search(list(ids), params, thinks=thinks)
+    """One output per beam, best first. options: of Engine.beam_search."""
+    found = await engine.beam_search(list(ids), params, **options)
     for index, beam in enumerate(found.sequences):
         tokens = tuple(beam.tokens[len(ids) :])
         yield Output(

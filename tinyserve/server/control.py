@@ -39,7 +39,7 @@ class Forbidden(RequestError):
     status = 403
 
 
-def _allowed(request: Request, service: Service) -> EngineFace:
+def allowed(request: Request, service: Service) -> EngineFace:
     """The engine, for somebody who may change it. Raises: Forbidden."""
     options = service.config.server
     if not options.enable_admin_routes:
@@ -62,7 +62,7 @@ def _json(value: Any) -> Response:
 ])  # fmt: skip
 async def pause(request: Request, service: Service) -> Response:
     """Returns once no step is under way."""
-    engine = _allowed(request, service)
+    engine = allowed(request, service)
     clear = _truth(request, "clear_cache")
     await engine.pause(request.query_params.get("mode", "abort"))
     if clear:
@@ -73,14 +73,14 @@ async def pause(request: Request, service: Service) -> Response:
 @facts(_TAG, "Go on", answer=answers.PAUSED, refusals=(403,))
 async def resume(request: Request, service: Service) -> Response:
     """Take requests again, and go on with those that were kept."""
-    _allowed(request, service).resume()
+    allowed(request, service).resume()
     return _json({"is_paused": False})
 
 
 @facts(_TAG, "Whether it is paused", answer=answers.PAUSED, refusals=(403,))
 async def is_paused(request: Request, service: Service) -> Response:
     """Whether `/pause` holds the engine."""
-    return _json({"is_paused": _allowed(request, service).is_paused})
+    return _json({"is_paused": allowed(request, service).is_paused})
 
 
 @facts(_TAG, "Forget cached prefixes", answer=answers.SUCCESS, refusals=(400, 403), query=[
@@ -89,14 +89,14 @@ async def is_paused(request: Request, service: Service) -> Response:
 ])  # fmt: skip
 async def reset_prefix_cache(request: Request, service: Service) -> Response:
     """success is false while requests hold blocks; cached blocks that no request uses are forgotten all the same."""
-    engine = _allowed(request, service)
+    engine = allowed(request, service)
     return _json({"success": engine.reset_prefix_cache(preempt_running=_truth(request, "reset_running_requests"))})
 
 
 @facts(_TAG, "Abort requests", body=ABORT, answer=answers.ABORTED, refusals=(403,))
 async def abort_requests(request: Request, service: Service) -> Response:
     """End requests by their ids; their readers get what there is, with finish_reason `abort`."""
-    engine = _allowed(request, service)
+    engine = allowed(request, service)
     fields = await read_body(request, service.config.server, ABORT)
     names = fields.items("request_ids", str) or []
     aborted = sum(_abort(engine, name) for name in names) if names else engine.abort(None)

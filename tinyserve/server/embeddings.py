@@ -51,7 +51,7 @@ async def embeddings(request: Request, service: Service) -> Any:
     model = service.model_name(fields.text("model"))
     if fields.given("dimensions"):
         fields.refuse("dimensions", "this model's vectors cannot be cut; leave it out.")
-    more = request_options(fields)
+    more = request_options(fields, service)
     prompts = await read(engine, fields, "input")
     name = "embd-" + name_of(request, fields)
     count = sum(len(prompt.ids) for prompt in prompts)

@@ -17,6 +17,7 @@ from attrs import define, field
 
 from .. import __version__
 from ..config import EngineConfig
+from ..engine.adapters import NoDesk
 from ..engine.intake import Call
 from ..errors import Overloaded, UnknownModel
 from ..request import BeamSearchParams, Output, SamplingParams
@@ -26,7 +27,10 @@ from .spans import NoSpans, spans_of
 
 
 class EngineFace(Protocol):
-    """The part of Engine that routes call. `metrics` is a telemetry.Metrics, `parsing` a parsers.registry.Parsing."""
+    """The part of Engine that routes call.
+
+    Args: metrics: a telemetry.Metrics.   parsing: a parsers.registry.Parsing.   adapters: see engine/adapters.py.
+    """
 
     tokenizer: Any
     parsing: Any
@@ -34,6 +38,7 @@ class EngineFace(Protocol):
     served_names: tuple[str, ...]
     default_sampling: Mapping[str, Any]
     metrics: NoMetrics
+    adapters: NoDesk
 
     def generate(
         self, prompt: Sequence[int], sampling: SamplingParams | None = None, **options: Any
@@ -53,7 +58,7 @@ class EngineFace(Protocol):
         """Tokenise a raw prompt as `generate` would, off the loop."""
         ...
 
-    async def beam_search(self, prompt: Sequence[int], params: BeamSearchParams, *, thinks: bool = False) -> Any:
+    async def beam_search(self, prompt: Sequence[int], params: BeamSearchParams, **options: Any) -> Any:
         """The best beams, best first; each has tokens (with the prompt's), answer (text), logprobs, finish_reason."""
         ...
 
@@ -139,8 +144,16 @@ class Service:
         return self.engine
 
     def model_name(self, asked: str | None) -> str:
-        """The name written in answers: always the first served one. Raises: UnknownModel."""
-        names = tuple(self.ready().served_names)
-        if asked and asked not in names:
-            raise UnknownModel(asked, names)
-        return names[0]
+        """The name written in answers: the first served one, or the adapter's. Raises: UnknownModel."""
+        adapter = self.adapter(asked)
+        return self.ready().served_names[0] if adapter is None else adapter.name
+
+    def adapter(self, asked: str | None) -> Any:
+        """The adapter of this name, None for a name of the model itself. Raises: UnknownModel: it is neither."""
+        engine = self.ready()
+        if not asked or asked in engine.served_names:
+            return None
+        found = engine.adapters.find(asked)
+        if found is None:
+            raise UnknownModel(asked, (*engine.served_names, *(one.name for one in engine.adapters.loaded)))
+        return found

@@ -89,7 +89,7 @@ async def generate(request: Request, service: Service) -> Generation:
     shape = Shape(prompt_tokens=len(ids), n=sampling.n, logprobs=sampling.logprobs, text=with_text)
     writer = TokenWriter(name, shape, stream, details=options.enable_prompt_tokens_details)
     log_request(service.config.log, name, sampling, len(ids), ids)
-    outputs = engine.generate(ids, sampling, request_id=name, **request_options(fields))
+    outputs = engine.generate(ids, sampling, request_id=name, **request_options(fields, service))
     outputs = service.spans.watch(
         outputs, request, spans.TEXT, name=name, model=model, sampling=sampling, n=sampling.n
     )  # fmt: skip

@@ -17,6 +17,8 @@ from .schema import Param, facts, text
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
+    engine = service.ready()
+    adapter = service.adapter(name)
     allowed = ("sampling", "logprobs", "view")
     denied = ("create_engine", "search_indices", "fine_tuning", "is_blocking")
     permission = {"id": f"modelperm-{name}", "object": "model_permission", "created": service.created}
@@ -27,17 +29,18 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "tinyserve",
-        "root": service.config.model.model,
-        "parent": None,
-        "max_model_len": service.ready().max_model_len,
+        "root": service.config.model.model if adapter is None else adapter.path,
+        "parent": None if adapter is None else engine.served_names[0],
+        "max_model_len": engine.max_model_len if adapter is None else None,
         "permission": [{**permission, "organization": "*", "group": None}],
     }
 
 
 @facts("Models", "What is served", answer=answers.MODELS)
 async def list_models(_request: Request, service: Service) -> Response:
-    """One card per served name."""
-    cards = [_card(service, name) for name in service.ready().served_names]
+    """One card per served name, and one per adapter that is loaded."""
+    engine = service.ready()
+    cards = [_card(service, name) for name in (*engine.served_names, *(one.name for one in engine.adapters.loaded))]
     return Response(orjson.dumps({"object": "list", "data": cards}), media_type="application/json")
 
 
@@ -45,5 +48,4 @@ async def list_models(_request: Request, service: Service) -> Response:
 async def one_model(request: Request, service: Service) -> Response:
     """The card of one name. Raises: UnknownModel."""
     name = request.path_params["name"]
-    service.model_name(name)
     return Response(orjson.dumps(_card(service, name)), media_type="application/json")

@@ -81,7 +81,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     messages = read_messages(fields)
     plan = read_tools(fields, service)
     template = template_options(fields, service, plan)
-    more = request_options(fields)
+    more = request_options(fields, service)
     ids = cut_prompt(fields, await engine.encode_chat(messages, **template), engine.max_model_len)
     readings = Readings.of(
         engine,
@@ -109,7 +109,8 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     writer = ChatWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
     log_request(service.config.log, request_id, sampling, len(ids), messages)
     if beam:
-        outputs = beam_outputs(engine, ids, beam, logprobs=sampling.logprobs is not None, thinks=True)
+        asked = {"logprobs": sampling.logprobs is not None, "thinks": True, "adapter": more.get("adapter")}
+        outputs = beam_outputs(engine, ids, beam, **asked)
     else:
         outputs = engine.generate(ids, sampling, request_id=request_id, thinks=True, **more)
     outputs = service.spans.watch(

@@ -67,7 +67,7 @@ async def completions(request: Request, service: Service) -> Generation:
     alone = {"n": 1} if beam else {}
     sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
     beam = with_form(beam, sampling)
-    more = request_options(fields)
+    more = request_options(fields, service)
     prompts = await read(engine, fields, "prompt")
     if len(prompts) * sampling.n > MAX_CHOICES:
         many = f"{len(prompts)} prompts with {sampling.n} answers each"
@@ -87,7 +87,8 @@ async def completions(request: Request, service: Service) -> Generation:
     log_request(service.config.log, request_id, sampling, sum(len(p.ids) for p in prompts), fields.raw("prompt"))
     names = [f"{request_id}-{number}" for number in range(len(prompts))]
     if beam:
-        sources = [beam_outputs(engine, p.ids, beam, logprobs=sampling.logprobs is not None) for p in prompts]
+        asked = {"logprobs": sampling.logprobs is not None, "adapter": more.get("adapter")}
+        sources = [beam_outputs(engine, prompt.ids, beam, **asked) for prompt in prompts]
     else:
         sources = [
             engine.generate(prompt.ids, sampling, request_id=name, **more)

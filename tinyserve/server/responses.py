@@ -70,7 +70,7 @@ async def create(request: Request, service: Service) -> Any:
         logprobs=logprobs,
         **_form(fields),
     )
-    more = request_options(fields)
+    more = request_options(fields, service)
     before = service.responses.get(fields.text("previous_response_id")).conversation if _goes_on(fields) else []
     messages = read_input(fields, before)
     ids = await _encoded(engine, fields, messages, service, plan)

@@ -110,9 +110,12 @@ def cut_prompt(fields: Fields, ids: list[int], max_model_len: int) -> list[int]:
     return ids[:keep] if side == "right" else ids[len(ids) - keep :]
 
 
-def request_options(fields: Fields) -> dict[str, Any]:
-    """What else goes with a request to the engine."""
+def request_options(fields: Fields, service: Service) -> dict[str, Any]:
+    """What else goes with a request to the engine. Raises: UnknownModel."""
     options: dict[str, Any] = {"priority": fields.integer("priority", 0)}
+    adapter = service.adapter(fields.text("model"))
+    if adapter is not None:
+        options["adapter"] = adapter
     salt = fields.text("cache_salt")
     if salt is not None:
         if not salt or len(salt) > 128 or set(salt) & set("@/\\\0"):

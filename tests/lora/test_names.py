@@ -1,0 +1,107 @@
+"""PEFT checkpoints: what is read, and what is refused by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import oracles
+from tests.lora.checkpoints import write_adapter
+from tinyserve.checkpoint.source import resolve
+from tinyserve.errors import CheckpointError
+from tinyserve.lora.names import places, read_adapter
+from tinyserve.models.registry import family, load_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return oracles.save("llama", tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def layers(base):
+    model = load_model(resolve(str(base)), dtype="float32")
+    return places(model, family(model.config.architecture).WEIGHTS)
+
+
+def test_every_product_but_the_head_can_be_adapted(layers):
+    names = [module for place in layers for module in place.modules]
+
+    assert len(names) == 7 * 3 and len(set(names)) == len(names)
+    assert not any("lm_head" in name or "embed" in name for name in names)
+
+
+@pytest.mark.parametrize("more, factor", [
+    ({}, 8 / 4), ({"use_rslora": True}, 8 / 2), ({"alpha_pattern": {"q_proj": 2}}, 2 / 4),
+    ({"target_modules": "all-linear"}, 8 / 4), ({"target_modules": r".*\.[qkv]_proj"}, 8 / 4),
+    ({"init_lora_weights": "gaussian", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}, 8 / 4),
+])  # fmt: skip
+def test_the_factor_is_in_b(base, layers, tmp_path, more, factor):
+    folder = write_adapter(tmp_path, base, **more)
+    stored = load_file(folder / "adapter_model.safetensors")
+    name = "model.layers.1.self_attn.q_proj"
+
+    rank, found = read_adapter(str(folder), layers, 16)
+
+    assert rank == 4 and len(found) == 21
+    assert torch.equal(found[name].a, stored[f"base_model.model.{name}.lora_A.weight"])
+    torch.testing.assert_close(found[name].b, stored[f"base_model.model.{name}.lora_B.weight"] * factor)
+
+
+def test_modules_may_have_ranks_of_their_own(base, layers, tmp_path):
+    rank, found = read_adapter(str(write_adapter(tmp_path, base, rank_pattern={"up_proj": 11})), layers, 16)
+
+    assert rank == 11 and {pair.a.shape[0] for pair in found.values()} == {4, 11}
+
+
+def test_names_inside_a_model_that_also_sees(base, layers, tmp_path):
+    folder = write_adapter(tmp_path, base)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({key.replace("model.layers", "model.language_model.layers"): value for key, value in tensors.items()},
+              folder / "adapter_model.safetensors")  # fmt: skip
+
+    assert len(read_adapter(str(folder), layers, 16)[1]) == 21
+
+
+@pytest.mark.parametrize("more, message", [
+    ({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"peft_type": "IA3"}, "only LORA"), ({"init_lora_weights": "pissa"}, "base weights"),
+    ({"something_new": {"x": 1}}, "something_new"), ({"lora_alpha": "8"}, "lora_alpha must be a number"),
+    ({"rank": 17}, "rank is 17, above the limit of 16"), ({"prefix": "base_model.model.other."}, "none of its modules"),
+    ({"targets": ("q_proj", "lm_head")}, "1 of its modules are not one.*lm_head"),
+    ({"targets": ("embed_tokens",)}, "embed_tokens"), ({"targets": ()}, "holds no tensors"),
+])  # fmt: skip
+def test_what_would_be_answered_wrongly_is_refused(base, layers, tmp_path, more, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(str(write_adapter(tmp_path, base, **more)), layers, 16)
+
+
+def test_files_that_are_no_adapter(base, layers, tmp_path):
+    folder = write_adapter(tmp_path / "a", base)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+    def refused(message, path=folder):
+        with pytest.raises(CheckpointError, match=message):
+            read_adapter(str(path), layers, 16)
+
+    for path in (tmp_path / "none", "x" * 5000, "a\0b"):
+        refused("there is no such folder", path)
+    refused("there is no adapter_config.json", tmp_path)
+    for change, message in (
+        ({key: tensors[key][:, :-1].clone()}, "made for another model"),
+        ({"a.lora_magnitude_vector": torch.ones(1)}, "lora_magnitude_vector"),
+        ({"a.lora_embedding_A": torch.ones(1)}, "lora_embedding_A"),
+    ):
+        save_file(tensors | change, folder / "adapter_model.safetensors")
+        refused(message)
+    save_file({name: value for name, value in tensors.items() if name != key}, folder / "adapter_model.safetensors")
+    refused("has only lora_B")
+    (folder / "adapter_model.safetensors").write_bytes(b"nonsense")
+    refused("damaged")
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.bin").touch()
+    refused("is a pickle")
+    (folder / "adapter_config.json").write_text(json.dumps([]))
+    refused("must hold an object")
