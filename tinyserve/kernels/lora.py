@@ -18,26 +18,34 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, check_rows, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
+from .launch import cdiv, check_rows, choose, next_power_of_2, once, overlap, start_next, use_kernel, wait_inputs
 
 MOST_PARTS = 3
 FEW = 64  # tokens up to which K is split
 
 
-def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def lora_shrink_reference(
+    x: torch.Tensor, a: torch.Tensor, places: torch.Tensor, *, memo: dict | None = None
+) -> torch.Tensor:
     """The specification of `lora_shrink`, with its arguments; it never splits."""
     y = torch.zeros(1, len(x), a.shape[1], dtype=torch.float32, device=x.device)
-    for place, rows in _wearers(places):
+    for place, rows in _wearers(places, memo):
         y[0, rows] = torch.nn.functional.linear(x[rows].float(), a[place].float())
     return y
 
 
 def lora_expand_reference(
-    y: torch.Tensor, b: torch.Tensor, places: torch.Tensor, parts: tuple[int, ...], out: torch.Tensor
+    y: torch.Tensor,
+    b: torch.Tensor,
+    places: torch.Tensor,
+    parts: tuple[int, ...],
+    out: torch.Tensor,
+    *,
+    memo: dict | None = None,
 ) -> torch.Tensor:
     """The specification of `lora_expand`, with its arguments."""
     total, rank = y.sum(dim=0), b.shape[2]
-    for place, rows in _wearers(places):
+    for place, rows in _wearers(places, memo):
         start = 0
         for part, size in enumerate(parts):
             low = total[rows, part * rank : (part + 1) * rank].to(b.dtype).float()
@@ -47,9 +55,14 @@ def lora_expand_reference(
     return out
 
 
-def _wearers(places: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def _wearers(places: torch.Tensor, memo: dict | None) -> list[tuple[int, torch.Tensor]]:
     """Each place that is worn, and the rows that wear it."""
-    return [(place, (places == place).nonzero()[:, 0]) for place in places.unique().tolist() if place >= 0]
+
+    def find() -> list[tuple[int, torch.Tensor]]:
+        worn = [place for place in places.unique().tolist() if place >= 0]
+        return [(place, (places == place).nonzero()[:, 0]) for place in worn]
+
+    return once(memo, ("wearers",), find)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -153,13 +166,14 @@ def _lora_expand_kernel(
     tl.store(spot, (before + result).to(out_ptr.dtype.element_ty), mask=changed)
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, places: torch.Tensor, *, memo: dict | None = None) -> torch.Tensor:
     """The first half: each token times the A of its place.
 
     Args:
         x: [T, K]; rows may lie apart.
         a: [places, parts * R, K] in x's type, each place contiguous; short ranks are padded with zeros.
         places: [T] int32: which place each token wears, -1 for none.
+        memo: what the products of one step share (launch.py::once); read by the reference only.
 
     Returns:
         [P, T, parts * R] float32, P splits to be added up (`lora_expand` does); zeros where nothing is worn.
@@ -173,7 +187,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, places: torch.Tensor) -> torch
             f"lora_shrink: places must be [{len(x)}], is {list(places.shape)}; a {a.dtype} and contiguous, x {x.dtype}"
         )
     if not use_kernel(x):
-        return lora_shrink_reference(x, a, places)
+        return lora_shrink_reference(x, a, places, memo=memo)
     tokens, (slots, rows, width) = len(x), a.shape
     options = choose("lora_shrink", x, _shrink_formula(x, tokens, rows, width), tokens=tokens, inputs=width)
     y = torch.empty(options["SPLITS"], tokens, rows, dtype=torch.float32, device=x.device)
@@ -186,14 +200,20 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, places: torch.Tensor) -> torch
 
 
 def lora_expand(
-    y: torch.Tensor, b: torch.Tensor, places: torch.Tensor, parts: tuple[int, ...], out: torch.Tensor
+    y: torch.Tensor,
+    b: torch.Tensor,
+    places: torch.Tensor,
+    parts: tuple[int, ...],
+    out: torch.Tensor,
+    *,
+    memo: dict | None = None,
 ) -> torch.Tensor:
     """The second half, added to the base product in place.
 
     Args:
         y: [P, T, parts * R] float32, from `lora_shrink`.
         b: [places, N, R] in out's type, each place contiguous; the adapter's factor is in it already.
-        places: [T] int32, as there.
+        places, memo: as there.
         parts: columns of out that each part of y makes, at most three; their sum is N.
         out: [T, N]; rows may lie apart. Rows that wear nothing keep their bits.
 
@@ -210,7 +230,7 @@ def lora_expand(
     if places.shape != (tokens,) or b.dtype != out.dtype or not b[0].is_contiguous() or not y.is_contiguous():
         raise ValueError(f"lora_expand: places must be [{tokens}], b {out.dtype}, and y and b contiguous")
     if not use_kernel(out):
-        return lora_expand_reference(y, b, places, parts, out)
+        return lora_expand_reference(y, b, places, parts, out, memo=memo)
     default = {
         "BLOCK_T": 16 if tokens <= FEW else 64, "BLOCK_N": 64, "BLOCK_R": min(max(next_power_of_2(rank), 16), 64),
         "num_warps": 4,

@@ -97,6 +97,7 @@ class Adapted:
         self.places = places
         self.rank = rank
         self.active = False
+        self.memo: dict = {}  # of the step that runs; see kernels/launch.py::once
         self._spans: list[_Span] = []
         size = 0
         for place in layers:
@@ -143,6 +144,7 @@ class Adapted:
     def wear(self, adapted: bool, rows: Tensor | None, slots: Tensor) -> None:
         """Begin a step; see DeviceAdapters."""
         self.active = adapted
+        self.memo = {}
         if adapted:
             torch.index_select(rows, 0, slots, out=self.worn[: len(slots)])
             self.worn[: len(slots)].sub_(1)
@@ -183,8 +185,8 @@ class Worn:
         y = self.below.matmul(x, layer)
         if not self._adapted.active:
             return y
-        worn = self._adapted.worn[: len(x)]
-        return lora_expand(lora_shrink(x, self._a, worn), self._b, worn, layer.parts, y)
+        worn, memo = self._adapted.worn[: len(x)], self._adapted.memo
+        return lora_expand(lora_shrink(x, self._a, worn, memo=memo), self._b, worn, layer.parts, y, memo=memo)
 
 
 def _aligned(size: int) -> int:
