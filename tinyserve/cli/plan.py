@@ -97,20 +97,20 @@ def _model_lines(facts: Facts, config: EngineConfig) -> Iterator[tuple[str, str]
 
 
 def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -> Iterator[tuple[str, str]]:
-    import torch
-
-    from ..kv.groups import bytes_per_block, group_layers
+    from ..kv.groups import group_layers
+    from ..kv.storage import block_bytes, cache_dtype, token_bytes
     from ..runner.memory import CPU_KV_SHARE, RESERVE_BYTES, CacheRequest, blocks_per_sequence, plan_cache
 
     options = config.cache
     groups = group_layers(facts.layers)
-    dtype = facts.dtype if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
-    block_bytes = bytes_per_block(groups, facts.layers, options.block_size, dtype.itemsize)
+    dtype = cache_dtype(options.kv_cache_dtype, facts.dtype, facts.layers)
+    a_block = block_bytes(groups, facts.layers, options.block_size, dtype)
+    a_token = sum(token_bytes(layer, dtype) for layer in facts.layers)  # while every layer still sees it
     length = config.model.max_model_len
     request = CacheRequest(
         groups=groups,
         block_size=options.block_size,
-        block_bytes=block_bytes,
+        block_bytes=a_block,
         max_model_len=facts.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_step_tokens=config.scheduler.max_num_batched_tokens,
@@ -125,7 +125,7 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
         "KV groups",
         f"{full} full, {len(groups) - full} with a window or chunk; blocks of {options.block_size} tokens",
     )
-    yield "KV block", f"{format_bytes(block_bytes)}; a token costs {format_bytes(_token_bytes(facts, dtype))}"
+    yield "KV block", f"{format_bytes(a_block)}; a token costs {format_bytes(a_token)}"
     if request.cache_bytes is not None:
         available = request.cache_bytes
     elif device.is_cpu:
@@ -141,8 +141,3 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
     each = max(blocks_per_sequence(request, plan.max_model_len), 1)
     yield "at full context", f"{(plan.num_blocks - 1) / each:.1f} requests at the same time"
     yield "not counted", "activations of the largest step and device graphs, which only a run can measure"
-
-
-def _token_bytes(facts: Facts, dtype: Any) -> int:
-    """Bytes of keys and values that one token adds while every layer still sees it."""
-    return sum(layer.width + layer.value_width for layer in facts.layers) * dtype.itemsize

@@ -256,13 +256,20 @@ def _cache_dtype(config: EngineConfig, parts: Parts) -> Any:
     """torch.dtype of cached keys and values."""
     import torch
 
+    from ..kv.storage import cache_dtype
+
     asked = config.cache.kv_cache_dtype
-    return parts.dtype or torch.float32 if asked == "auto" else getattr(torch, asked)
+    dtype = cache_dtype(asked, parts.dtype or torch.float32, parts.model.kv_layers())
+    modules = getattr(parts.model, "modules", list)()
+    if asked.startswith("fp8") and not any(getattr(module, "kv_scales", None) for module in modules):
+        _log.warning("--kv-cache-dtype %s: the checkpoint has no k_scale and v_scale, so 1.0 is used", asked)
+    return dtype
 
 
 def _plan(config: EngineConfig, parts: Parts, device: Any, dtype: Any, needs: Any) -> Any:
     """The sizes of the cache: a runner.memory.CachePlan."""
-    from ..kv.groups import bytes_per_block, group_layers
+    from ..kv.groups import group_layers
+    from ..kv.storage import block_bytes
     from ..runner.memory import CacheRequest, size_cache
 
     layers = parts.model.kv_layers()
@@ -271,7 +278,7 @@ def _plan(config: EngineConfig, parts: Parts, device: Any, dtype: Any, needs: An
     request = CacheRequest(
         groups=groups,
         block_size=config.cache.block_size,
-        block_bytes=bytes_per_block(groups, layers, config.cache.block_size, dtype.itemsize),
+        block_bytes=block_bytes(groups, layers, config.cache.block_size, dtype),
         max_model_len=parts.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_step_tokens=config.scheduler.max_num_batched_tokens,

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from . import launch
 from .attention_merge import PROGRAMS, Cut, find_part, keys_of, make_cut, merge_cut, parts_of
+from .coded import CodedCache, constants, high, low, raw, words
 from .launch import (
     check_attention,
     choose,
@@ -43,8 +44,8 @@ FEW = 32  # sequences up to which the first keys are asked for early: with more,
 
 def attention_decode_reference(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
@@ -66,7 +67,8 @@ def attention_decode_reference(
     heads, _, head_dim = k_cache.shape[1:]
     grouped = q.view(q.shape[0], heads, q.shape[1] // heads, head_dim)
     sinks, slopes = (None if one is None else one.view(heads, -1, 1) for one in (sinks, alibi_slopes))
-    key = ("layout", block_tables.data_ptr(), q.shape[0], k_cache.shape, k_cache.stride(), k_cache.dtype, window)
+    kept = raw(k_cache)
+    key = ("layout", block_tables.data_ptr(), q.shape[0], kept.shape, kept.stride(), kept.dtype, window)
     results, row = [], 0
     for some in once(memo, key, lambda: layout(block_tables, seq_lens.tolist(), k_cache, v_cache, window)):
         for k, v in some.read(k_cache, v_cache, memo):
@@ -129,10 +131,39 @@ def load_keys(
 
 
 @triton.jit
-def score(q, k, place, position, slope, scale, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+def load_scales(
+    scales_ptr, pages, key, end, stride,
+    PAGE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """The scales [TILE] of coded keys or values of one kv head, at scales_ptr [B, P]; as `load_keys`. Nothing else."""
+    scales = None
+    if EACH:
+        row = tl.arange(0, TILE)
+        if PAGE >= TILE:
+            place = scales_ptr + pages.to(tl.int64) * stride + (key % PAGE + row)
+        else:
+            place = scales_ptr + pages.to(tl.int64) * stride + row % PAGE
+        scales = tl.load(place, mask=key + row < end, other=0.0) if MASKED else tl.load(place)
+    return scales
+
+
+@triton.jit
+def score(
+    q, q_high, k, place, position, slope, scale, cap, key_scale,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODE: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
     """Scores [M, TILE] of the keys at `place`. Plain ones are q·k and get their factor in `accumulate`; with SOFTCAP or
-    ALIBI they are logits in base 2: scale holds log2(e), or with SOFTCAP 1/cap, and then cap holds the log2(e)."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    ALIBI they are logits in base 2: scale holds log2(e), or with SOFTCAP 1/cap, and then cap holds the log2(e).
+
+    With a CODE, k are words, q the columns of their low bytes; EACH: key_scale are the scales of the keys.
+    """
+    if CODE == "":
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(low(k, CODE, q.dtype)), input_precision="ieee")
+        scores = tl.dot(q_high, tl.trans(high(k, CODE, q.dtype)), scores, input_precision="ieee")
+    if EACH:
+        scores *= key_scale[None, :]
     if SOFTCAP:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scale * scores) - 1.0)  # cap * tanh(scale * scores)
     elif ALIBI:
@@ -143,10 +174,14 @@ def score(q, k, place, position, slope, scale, cap, SOFTCAP: tl.constexpr, ALIBI
 
 
 @triton.jit
-def accumulate(scores, v, acc, peak, total, scale, PLAIN: tl.constexpr):
+def accumulate(
+    scores, v, acc, acc_high, peak, total, scale, value_scale,
+    PLAIN: tl.constexpr, CODE: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax: scores [M, TILE] and values [TILE, D] join (acc [M, D], peak [M], total [M]).
 
-    PLAIN scores have still to be multiplied by `scale`, which then costs nothing: it joins the subtraction.
+    PLAIN scores have still to be multiplied by `scale`, which then costs nothing: it joins the subtraction. With a
+    CODE, v are words, acc and acc_high of the columns of their low and their high bytes. dtype: of the product.
     """
     if PLAIN:
         higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
@@ -155,8 +190,45 @@ def accumulate(scores, v, acc, peak, total, scale, PLAIN: tl.constexpr):
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weight = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(peak - higher)
-    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, higher, total * shrink + tl.sum(weight, axis=1)
+    taken = (weight * value_scale[None, :] if EACH else weight).to(dtype)
+    if CODE == "":
+        acc = tl.dot(taken, v.to(dtype), acc * shrink[:, None], input_precision="ieee")
+    else:
+        acc = tl.dot(taken, low(v, CODE, dtype), acc * shrink[:, None], input_precision="ieee")
+        acc_high = tl.dot(taken, high(v, CODE, dtype), acc_high * shrink[:, None], input_precision="ieee")
+    return acc, acc_high, higher, total * shrink + tl.sum(weight, axis=1)
+
+
+@triton.jit
+def load_queries(ptr, mask, D: tl.constexpr, CODE: tl.constexpr):
+    """q at `ptr`, and with a CODE the columns of high bytes, which stand D / 2 behind those of low ones."""
+    q = tl.load(ptr, mask=mask, other=0.0)
+    q_high = q
+    if CODE != "":
+        q_high = tl.load(ptr + D // 2, mask=mask, other=0.0)
+    return q, q_high
+
+
+@triton.jit
+def averages(acc, acc_high, total, v_scale, CODE: tl.constexpr, EACH: tl.constexpr):
+    """Both accumulators over their denominator, and times the one scale of coded values if there is one."""
+    share = tl.where(total == 0.0, 1.0, total)[:, None]
+    averaged = acc / share
+    averaged_high = averaged
+    if CODE != "":
+        averaged_high = acc_high / share
+        if not EACH:
+            averaged *= v_scale
+            averaged_high *= v_scale
+    return averaged, averaged_high
+
+
+@triton.jit
+def store_columns(ptr, numbers, numbers_high, mask, D: tl.constexpr, CODE: tl.constexpr):
+    """Write what stands at `ptr`, and with a CODE the columns of high bytes."""
+    tl.store(ptr, numbers.to(ptr.dtype.element_ty), mask=mask)
+    if CODE != "":
+        tl.store(ptr + D // 2, numbers_high.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -176,8 +248,8 @@ def head_number(ptr, head, mask, GIVEN: tl.constexpr):
 )
 def _attention_parts_kernel(
     q_ptr,  # [T, Hq, D]
-    k_ptr,  # [B, Hkv, P, D]
-    v_ptr,  # [B, Hkv, P, D]
+    k_ptr,  # [B, Hkv, P, D], or words [B, Hkv, P, D / 2] of a coded cache
+    v_ptr,  # the same
     tables_ptr,  # [S, ...] block ids, int32
     query_start_ptr,  # [S + 1] int32; read if QUERIES > 1
     lens_ptr,  # [S] int32
@@ -198,6 +270,9 @@ def _attention_parts_kernel(
     target,  # attention_merge.py::Cut
     scale,
     cap,
+    k_scales_ptr,  # of coded caches, if EACH: [B, Hkv, P]
+    v_scales_ptr,  # the same, else the number for all
+    scales_stride,  # if EACH: elements between blocks
     G: tl.constexpr,  # query heads of a kv head
     D: tl.constexpr,
     PAGE: tl.constexpr,  # a power of two
@@ -209,14 +284,17 @@ def _attention_parts_kernel(
     LEAST: tl.constexpr,
     FIXED: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CODE: tl.constexpr,  # of coded.py
+    EACH: tl.constexpr,
     ROWS: tl.constexpr,  # a power of two, at least QUERIES * G and 16
-    BLOCK_D: tl.constexpr,  # a power of two, at least D and 16
+    BLOCK_D: tl.constexpr,  # a power of two, at least 16 and D, or D / 2 of coded caches
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
     LINES: tl.constexpr,  # cache lines of each of the first keys and values that are brought near while it waits
     PDL: tl.constexpr,
 ):
     start_next(PDL)
+    WIDTH: tl.constexpr = D if CODE == "" else D // 2  # of a key in the cache
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -243,14 +321,17 @@ def _attention_parts_kernel(
     tables_ptr += sequence.to(tl.int64) * table_stride
     k_ptr += kv_head.to(tl.int64) * page_stride
     v_ptr += kv_head.to(tl.int64) * page_stride
+    if EACH:
+        k_scales_ptr += kv_head * PAGE
+        v_scales_ptr += kv_head * PAGE
     works = exists & (item - first < parts)
     if not works:
         end = begin
     pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
     if LINES > 0 and works:
-        place = pages.to(tl.int64) * block_stride + begin % PAGE * D
-        warm_rows(k_ptr + place, tl.arange(0, TILE), D, LINES, PDL)
-        warm_rows(v_ptr + place, tl.arange(0, TILE), D, LINES, PDL)
+        place = pages.to(tl.int64) * block_stride + begin % PAGE * WIDTH
+        warm_rows(k_ptr + place, tl.arange(0, TILE), WIDTH, LINES, PDL)
+        warm_rows(v_ptr + place, tl.arange(0, TILE), WIDTH, LINES, PDL)
     wait_inputs(PDL)
 
     if QUERIES > 1:  # padding behind the last sequence becomes zero
@@ -258,17 +339,19 @@ def _attention_parts_kernel(
             free = tl.zeros([ROWS], tl.int64) + padding
             place = out_ptr + (free * out_stride + head * out_head_stride)[:, None] + column[None, :]
             nothing = tl.zeros([ROWS, BLOCK_D], out_ptr.dtype.element_ty)
-            tl.store(place, nothing, mask=(row < G)[:, None] & (column < D)[None, :])
+            store_columns(place, nothing, nothing, (row < G)[:, None] & (column < WIDTH)[None, :], D, CODE)
     if not works:
         return
 
     token = start.to(tl.int64) + row // G
     mine = row < tl.minimum(queries, QUERIES) * G
-    real = mine[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :], mask=real, other=0)
+    real = mine[:, None] & (column < WIDTH)[None, :]
+    q_place = q_ptr + token[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :]
+    q, q_high = load_queries(q_place, real, D, CODE)
     position = length - queries + row // G
     slope = head_number(slopes_ptr, head, mine, ALIBI)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    acc_high = acc
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:
@@ -279,33 +362,38 @@ def _attention_parts_kernel(
 
     for key in tl.range(begin, end, TILE, num_stages=STAGES):
         pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
-        k = load_keys(k_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
-        v = load_keys(v_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, True).to(q.dtype)
+        k = load_keys(k_ptr, pages, key, end, block_stride, WIDTH, BLOCK_D, PAGE, TILE, True)
+        v = load_keys(v_ptr, pages, key, end, block_stride, WIDTH, BLOCK_D, PAGE, TILE, True)
+        k_scale = load_scales(k_scales_ptr, pages, key, end, scales_stride, PAGE, TILE, True, EACH)
+        v_scale = load_scales(v_scales_ptr, pages, key, end, scales_stride, PAGE, TILE, True, EACH)
         place = key + tl.arange(0, TILE)
         visible = (place < end)[None, :]
         if QUERIES > 1:
             visible = visible & (place[None, :] <= position[:, None])
         if WINDOW:
             visible = visible & (place[None, :] > position[:, None] - WINDOW)
-        scores = score(q, k, place, position, slope, scale, cap, SOFTCAP, ALIBI)
+        scores = score(q, q_high, k, place, position, slope, scale, cap, k_scale, SOFTCAP, ALIBI, CODE, EACH)
         scores = tl.where(visible, scores, float("-inf"))
-        acc, peak, total = accumulate(scores, v, acc, peak, total, scale, not (SOFTCAP or ALIBI))
+        acc, acc_high, peak, total = accumulate(
+            scores, v, acc, acc_high, peak, total, scale, v_scale, not (SOFTCAP or ALIBI), CODE, EACH, q.dtype
+        )
         pages = pages_ahead
 
-    averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    averaged, averaged_high = averages(acc, acc_high, total, v_scales_ptr, CODE, EACH)
     if parts == 1:
         place = out_ptr + token[:, None] * out_stride + head[:, None] * out_head_stride + column[None, :]
-        tl.store(place, averaged.to(out_ptr.dtype.element_ty), mask=real)
+        store_columns(place, averaged, averaged_high, real, D, CODE)
     else:
         part = (item.to(tl.int64) * QUERIES + row // G) * heads + head
         tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=mine)
-        tl.store(partial_ptr + part[:, None] * D + column[None, :], averaged, mask=real)
+        partial_place = partial_ptr + part[:, None] * D + column[None, :]
+        store_columns(partial_place, averaged, averaged_high, real, D, CODE)
 
 
 def attention_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
@@ -325,7 +413,7 @@ def attention_decode(
 
     Args:
         q: [S, Hq, D]; sequences and heads may lie apart.
-        k_cache, v_cache: [B, Hkv, P, D], contiguous; P a power of two. Query head h reads kv head h // (Hq / Hkv).
+        k_cache, v_cache: [B, Hkv, P, D], contiguous or coded; P a power of two. Head h reads head h // (Hq / Hkv).
         block_tables: [S, at least ceil(length / P)] int32; what stands behind a sequence's last block is not read.
         seq_lens: [S] int32, with the new token; 0 for padding, which gives zeros.
         scale: of q · k, usually D ** -0.5; positive.
@@ -348,7 +436,7 @@ def attention_decode(
             q, k_cache, v_cache, block_tables, seq_lens, scale=scale, max_seq_len=max_seq_len, window=window,
             softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out, memo=memo,
         )  # fmt: skip
-    check_attention("attention_decode", q, k_cache, v_cache, scale, (sinks, alibi_slopes), out)
+    check_attention("attention_decode", q, raw(k_cache), raw(v_cache), scale, (sinks, alibi_slopes), out)
     if block_tables.shape[0] != q.shape[0] or seq_lens.shape != q.shape[:1] or block_tables.stride(1) != 1:
         raise ValueError(
             f"attention_decode: {q.shape[0]} sequences, but block_tables (rows must be contiguous) is "
@@ -356,11 +444,12 @@ def attention_decode(
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
-        options = part_options("attention_decode", q, k_cache, len(seq_lens))
+        options = part_options("attention_decode", q, words(k_cache), len(seq_lens))
         sizes = len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS")
         cut = make_cut(*sizes, invariant=batch_invariant, window=window)
         where = (block_tables, seq_lens, seq_lens)
-        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, base_2(scale, softcap), cut, options)
+        factors = base_2(scale, softcap, k_cache)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, factors, cut, options)
     return out
 
 
@@ -372,7 +461,8 @@ def attend_parts(q, caches, where, extras, out, factors, cut: Cut, options) -> N
         extras: sinks and slopes, or Nones.    factors: what `base_2` gave.    options: what `part_options` gave.
     """
     heads, head_dim = q.shape[1:]
-    kv_heads, page = caches[0].shape[1:3]
+    kept = [words(cache) for cache in caches]
+    kv_heads, page = kept[0].shape[1:3]
     partial, lse = out, out
     if cut.merges:
         rows = (cut.parts, cut.queries, heads)
@@ -380,14 +470,14 @@ def attend_parts(q, caches, where, extras, out, factors, cut: Cut, options) -> N
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     _attention_parts_kernel[(kv_heads, cut.parts)](
         q,
-        *caches,
+        *kept,
         *where,
         *(q if extra is None else extra for extra in extras),
         out,
         partial,
         lse,
         *q.stride()[:2],
-        *caches[0].stride()[:2],
+        *kept[0].stride()[:2],
         where[0].stride(0),
         *out.stride()[:2],
         q.shape[0],
@@ -401,23 +491,29 @@ def attend_parts(q, caches, where, extras, out, factors, cut: Cut, options) -> N
         SINKS=extras[0] is not None,
         ALIBI=extras[1] is not None,
         **cut.constants(len(where[2])),
+        **constants(*caches),
         **options,
         **overlap(q),
     )
     merge_cut((partial, lse), cut, where[1:], extras[0], out)
 
 
-def base_2(scale: float, softcap: float) -> tuple[float, float]:
-    """(scale, cap) as the kernels' `score` wants them."""
+def base_2(scale: float, softcap: float, k_cache: torch.Tensor | CodedCache) -> tuple[float, float]:
+    """(scale, cap) as the kernels' `score` wants them, with the scale of coded keys in it where all have one."""
     log2e = LOG2E.value
+    if isinstance(k_cache, CodedCache) and not k_cache.each:
+        scale *= k_cache.scales
     return (scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
 
 
 def part_options(name: str, q: torch.Tensor, k_cache: torch.Tensor, sequences: int, queries: int = 1) -> dict[str, int]:
-    """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory."""
+    """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory.
+
+    Args: k_cache: what `words` gave.
+    """
     heads, head_dim = q.shape[1:]
-    group = heads // k_cache.shape[1]
-    rows, block_d = max(16, next_power_of_2(queries * group)), max(16, next_power_of_2(head_dim))
+    group, width = heads // k_cache.shape[1], k_cache.shape[3]
+    rows, block_d = max(16, next_power_of_2(queries * group)), max(16, next_power_of_2(width))
     device = launch.facts(q.device)
     # In rows of D numbers; 4 KiB stay for reductions. A pipeline of n stages keeps n - 1 tiles of K and of V in flight.
     room = (device.shared - 4096) // (block_d * q.element_size())
@@ -426,14 +522,14 @@ def part_options(name: str, q: torch.Tensor, k_cache: torch.Tensor, sequences: i
         for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
         if rows + 2 * max(stages - 1, 1) * tile <= room or stages == 1
     )
-    warms = sequences <= FEW and head_dim in (64, 128, 256) and k_cache.element_size() == 2 and k_cache.shape[2] >= tile
+    warms = sequences <= FEW and width in (64, 128, 256) and k_cache.element_size() == 2 and k_cache.shape[2] >= tile
     default = {
         "ROWS": rows,
         "BLOCK_D": block_d,
         "TILE": tile,
         "STAGES": stages,
         "PROGRAMS": PROGRAMS * device.processors,
-        "LINES": head_dim // 64 if warms else 0,
+        "LINES": width // 64 if warms else 0,
         "num_warps": 4 if rows * block_d <= 8192 else 8,
     }
     shape = {"head_dim": head_dim, "group": group, "sequences": sequences, "page": k_cache.shape[2]}

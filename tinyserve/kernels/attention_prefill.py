@@ -27,12 +27,17 @@ from . import launch
 from .attention_decode import (
     LOWEST,
     accumulate,
+    averages,
     base_2,
     head_number,
     load_keys,
+    load_queries,
+    load_scales,
     pages_of,
     score,
+    store_columns,
 )
+from .coded import CodedCache, constants, raw, words
 from .launch import cdiv, check_attention, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 from .pages import attend, tokens_of
 
@@ -46,8 +51,8 @@ TMA_SHARED = 200 * 1024
 
 def attention_prefill_reference(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -131,7 +136,7 @@ def _load_tile(
     if TMA:
         tile = boxes.load([(pages * kv_heads + kv_head) * PAGE + key % PAGE, 0])
         if MASKED:
-            tile = tl.where((key + tl.arange(0, TILE) < end)[:, None], tile, 0.0)
+            tile = tl.where((key + tl.arange(0, TILE) < end)[:, None], tile, tl.zeros_like(tile))
     else:
         tile = load_keys(cache_ptr, pages, key, end, block_stride, D, BLOCK_D, PAGE, TILE, MASKED)
     return tile
@@ -139,10 +144,11 @@ def _load_tile(
 
 @triton.jit
 def _attend(
-    q, acc, peak, total, position, slope, begin, stop, end, table_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
-    kv_head, kv_heads, block_stride, scale, cap,
+    q, q_high, acc, acc_high, peak, total, position, slope, begin, stop, end, table_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
+    kv_head, kv_heads, block_stride, scale, cap, k_scales_ptr, v_scales_ptr, scales_stride,
     MASKED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    ALIBI: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr, CODE: tl.constexpr,
+    EACH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Key tiles [begin, stop). MASKED: scores are masked by position, and values from `end` on are zero."""
     pages = pages_of(table_ptr, begin, end, PAGE, TILE)
@@ -152,20 +158,24 @@ def _attend(
         k = _load_tile(
             k_ptr, k_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE,
             MASKED and not TMA, TMA,
-        ).to(q.dtype)  # fmt: skip
+        )  # fmt: skip
         v = _load_tile(
             v_ptr, v_tiles, pages, kv_head, kv_heads, key, end, block_stride, D, PAGE, BLOCK_D, TILE, MASKED, TMA
-        ).to(q.dtype)
+        )
+        k_scale = load_scales(k_scales_ptr, pages, key, end, scales_stride, PAGE, TILE, MASKED, EACH)
+        v_scale = load_scales(v_scales_ptr, pages, key, end, scales_stride, PAGE, TILE, MASKED, EACH)
         place = key + tl.arange(0, TILE)
-        scores = score(q, k, place, position, slope, scale, cap, SOFTCAP, ALIBI)
+        scores = score(q, q_high, k, place, position, slope, scale, cap, k_scale, SOFTCAP, ALIBI, CODE, EACH)
         if MASKED:
             visible = place[None, :] <= position[:, None]
             if WINDOW:
                 visible = visible & (place[None, :] > position[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-        acc, peak, total = accumulate(scores, v, acc, peak, total, scale, not (SOFTCAP or ALIBI))
+        acc, acc_high, peak, total = accumulate(
+            scores, v, acc, acc_high, peak, total, scale, v_scale, not (SOFTCAP or ALIBI), CODE, EACH, q.dtype
+        )
         pages = pages_ahead
-    return acc, peak, total
+    return acc, acc_high, peak, total
 
 
 # What changes from step to step must not make a new variant: counts, and slices that begin anywhere in a buffer.
@@ -175,9 +185,9 @@ def _attend(
 )
 def _attention_prefill_kernel(
     q_ptr,  # [T, Hq, D]
-    k_ptr,  # [B, Hkv, P, D] contiguous
-    v_ptr,  # [B, Hkv, P, D] contiguous
-    k_tiles,  # with TMA: descriptor of k as [B * Hkv * P, D], boxes of [TILE, D]
+    k_ptr,  # [B, Hkv, P, D] contiguous, or words [B, Hkv, P, D / 2] of a coded cache
+    v_ptr,  # the same
+    k_tiles,  # with TMA: descriptor of k as [B * Hkv * P, D or D / 2], boxes of one tile
     v_tiles,  # with TMA: the same for v
     tables_ptr,  # [S, ...] block ids, int32
     query_start_ptr,  # [S + 1] int32
@@ -198,6 +208,9 @@ def _attention_prefill_kernel(
     kv_heads,
     scale,
     cap,
+    k_scales_ptr,  # of coded caches, if EACH: [B, Hkv, P]
+    v_scales_ptr,  # the same, else the number for all
+    scales_stride,  # if EACH: elements between blocks
     G: tl.constexpr,  # query heads of a kv head
     D: tl.constexpr,
     PAGE: tl.constexpr,  # a power of two
@@ -205,9 +218,11 @@ def _attention_prefill_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     ALIBI: tl.constexpr,
-    TMA: tl.constexpr,  # only if D == BLOCK_D and TILE <= PAGE
+    CODE: tl.constexpr,  # of coded.py
+    EACH: tl.constexpr,
+    TMA: tl.constexpr,  # only if WIDTH == BLOCK_D and TILE <= PAGE
     BLOCK_M: tl.constexpr,  # rows: a power of two, at least G and 16
-    BLOCK_D: tl.constexpr,  # a power of two, at least D and 16
+    BLOCK_D: tl.constexpr,  # a power of two, at least 16 and D, or D / 2 of coded caches
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,  # of the masked tiles
@@ -216,6 +231,7 @@ def _attention_prefill_kernel(
     start_next(PDL)
     wait_inputs(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // G
+    WIDTH: tl.constexpr = D if CODE == "" else D // 2  # of a key in the cache
     kv_head = tl.program_id(0) % kv_heads
     tile = num_tiles - 1 - tl.program_id(0) // kv_heads
     sequence = sequence_of(query_start_ptr, tile, num_seqs, BLOCK_Q)
@@ -234,11 +250,12 @@ def _attention_prefill_kernel(
     column = tl.arange(0, BLOCK_D)
     query = first_query + row // G
     head = kv_head * G + row % G
-    real = ((row < BLOCK_Q * G) & (query < stop - start))[:, None] & (column < D)[None, :]
+    real = ((row < BLOCK_Q * G) & (query < stop - start))[:, None] & (column < WIDTH)[None, :]
     token = (start + query).to(tl.int64)
     q_place = q_ptr + (token * q_stride + head * q_head_stride)[:, None] + column[None, :]
-    q = tl.load(q_place, mask=real, other=0.0)
+    q, q_high = load_queries(q_place, real, D, CODE)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc_high = acc
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     slope = head_number(slopes_ptr, head, row < BLOCK_M, ALIBI)
@@ -258,35 +275,41 @@ def _attention_prefill_kernel(
     tables_ptr += sequence.to(tl.int64) * table_stride
     k_ptr += kv_head.to(tl.int64) * page_stride
     v_ptr += kv_head.to(tl.int64) * page_stride
+    if EACH:
+        k_scales_ptr += kv_head * PAGE
+        v_scales_ptr += kv_head * PAGE
     if WINDOW:
         left = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
         begin = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), TILE) * TILE
         begin = tl.minimum(begin, tl.cdiv(tl.maximum(end, 0), TILE) * TILE)
-        acc, peak, total = _attend(
-            q, acc, peak, total, position, slope, left, begin, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
-            kv_head, kv_heads, block_stride, scale, cap, True, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+        acc, acc_high, peak, total = _attend(
+            q, q_high, acc, acc_high, peak, total, position, slope, left, begin, end, tables_ptr, k_ptr, v_ptr,
+            k_tiles, v_tiles, kv_head, kv_heads, block_stride, scale, cap, k_scales_ptr, v_scales_ptr, scales_stride,
+            True, WIDTH, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA, CODE, EACH,
             EDGE_STAGES,
         )  # fmt: skip
     clear = tl.maximum(clear, begin)
-    acc, peak, total = _attend(
-        q, acc, peak, total, position, slope, begin, clear, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
-        kv_head, kv_heads, block_stride, scale, cap, False, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+    acc, acc_high, peak, total = _attend(
+        q, q_high, acc, acc_high, peak, total, position, slope, begin, clear, end, tables_ptr, k_ptr, v_ptr,
+        k_tiles, v_tiles, kv_head, kv_heads, block_stride, scale, cap, k_scales_ptr, v_scales_ptr, scales_stride,
+        False, WIDTH, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA, CODE, EACH,
         STAGES,
     )  # fmt: skip
-    acc, peak, total = _attend(
-        q, acc, peak, total, position, slope, clear, end, end, tables_ptr, k_ptr, v_ptr, k_tiles, v_tiles,
-        kv_head, kv_heads, block_stride, scale, cap, True, D, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA,
+    acc, acc_high, peak, total = _attend(
+        q, q_high, acc, acc_high, peak, total, position, slope, clear, end, end, tables_ptr, k_ptr, v_ptr,
+        k_tiles, v_tiles, kv_head, kv_heads, block_stride, scale, cap, k_scales_ptr, v_scales_ptr, scales_stride,
+        True, WIDTH, PAGE, WINDOW, SOFTCAP, ALIBI, BLOCK_D, TILE, TMA, CODE, EACH,
         EDGE_STAGES,
     )  # fmt: skip
-    averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    averaged, averaged_high = averages(acc, acc_high, total, v_scales_ptr, CODE, EACH)
     out_place = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + column[None, :]
-    tl.store(out_place, averaged.to(out_ptr.dtype.element_ty), mask=real)
+    store_columns(out_place, averaged, averaged_high, real, D, CODE)
 
 
 def attention_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -304,7 +327,7 @@ def attention_prefill(
 
     Args:
         q: [T, Hq, D]; tokens and heads may lie apart.
-        k_cache, v_cache: [B, Hkv, P, D], contiguous; P a power of two. Query head h reads kv head h // (Hq / Hkv).
+        k_cache, v_cache: [B, Hkv, P, D], contiguous or coded; P a power of two. Head h reads head h // (Hq / Hkv).
         block_tables: [S, at least ceil(length / P)] int32; what stands behind a sequence's last block is not read.
         query_start: [S + 1] int32, rising; sequence s owns tokens query_start[s] to query_start[s + 1]. Tokens before
             query_start[0] are left alone. Those from query_start[S] on are padding and give zeros, as do queries beyond
@@ -330,15 +353,16 @@ def attention_prefill(
             q, k_cache, v_cache, block_tables, query_start, seq_lens, scale=scale, max_query_len=max_query_len,
             window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out,
         )  # fmt: skip
-    tensors = q, k_cache, v_cache, sinks, alibi_slopes, out
+    tensors = q, raw(k_cache), raw(v_cache), sinks, alibi_slopes, out
     check_ragged("attention_prefill", tensors, scale, block_tables, query_start, seq_lens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
-        options = _options(q, k_cache, MANY if batch_invariant else max(max_query_len, FEW))
-        caches = (k_cache, v_cache, *_boxes(k_cache, v_cache, options))
+        options = _options(q, words(k_cache), MANY if batch_invariant else max(max_query_len, FEW))
+        caches = words(k_cache), words(v_cache)
+        caches += _boxes(*caches, options)
         where = (block_tables, query_start, seq_lens)
-        factors = base_2(scale, softcap)
-        _launch(q, caches, where, (sinks, alibi_slopes), out, factors, WINDOW=window, SOFTCAP=softcap > 0, **options)
+        options |= {"WINDOW": window, "SOFTCAP": softcap > 0, **constants(k_cache, v_cache)}
+        _launch(q, caches, where, (sinks, alibi_slopes), out, base_2(scale, softcap, k_cache), **options)
     return out
 
 
@@ -362,12 +386,12 @@ def check_ragged(name: str, tensors, scale, block_tables, query_start, seq_lens)
 
 
 def _boxes(k_cache, v_cache, options):
-    """TMA descriptors of both caches as [B * Hkv * P, D] in boxes of one key tile, or Nones."""
+    """TMA descriptors of both caches as rows of a key each, in boxes of one tile, or Nones."""
     if not options["TMA"]:
         return None, None
-    head_dim = k_cache.shape[3]
-    flat = (cache.view(-1, head_dim) for cache in (k_cache, v_cache))
-    return tuple(TensorDescriptor.from_tensor(one, [options["TILE"], head_dim]) for one in flat)
+    width = k_cache.shape[3]
+    flat = (cache.view(-1, width) for cache in (k_cache, v_cache))
+    return tuple(TensorDescriptor.from_tensor(one, [options["TILE"], width]) for one in flat)
 
 
 def _launch(q, caches, where, extras, out, factors, **options) -> None:
@@ -403,14 +427,17 @@ def _launch(q, caches, where, extras, out, factors, **options) -> None:
 
 
 def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict[str, int]:
-    """Block sizes: measured ones, or the first of `_sizes` whose pipeline fits into the device's shared memory."""
+    """Block sizes: measured ones, or the first of `_sizes` whose pipeline fits into the device's shared memory.
+
+    Args: k_cache: what `words` gave.
+    """
     heads, head_dim = q.shape[1:]
-    page, group = k_cache.shape[2], heads // k_cache.shape[1]
-    block_d = max(16, next_power_of_2(head_dim))
+    page, group, width = k_cache.shape[2], heads // k_cache.shape[1], k_cache.shape[3]
+    block_d = max(16, next_power_of_2(head_dim))  # numbers that are made of codes take as much room
     device = launch.facts(q.device)
     hopper = device.backend == "cuda" and device.shared >= TMA_SHARED
-    tma = hopper and head_dim == block_d <= 256 and page >= 64 and q.element_size() == 2 and q.dtype == k_cache.dtype
-    tma = tma and k_cache.numel() < head_dim << 31
+    fits = q.element_size() == 2 and (q.dtype == k_cache.dtype or width < head_dim)
+    tma = hopper and head_dim == block_d <= 256 and page >= 64 and fits and k_cache.numel() < width << 31
     # Rows of D numbers that fit; 4 KiB stay for reductions. Without wgmma, n stages keep n - 1 tiles in flight.
     room = (device.shared - 4096) // (block_d * q.element_size())
     most = max(16, next_power_of_2(group), next_power_of_2(max_query_len * group))
@@ -422,7 +449,7 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
     crowded = rows * (block_d + tile) * q.element_size() > 24576 or device.backend == "hip"
     default = {
         "BLOCK_M": rows,
-        "BLOCK_D": block_d,
+        "BLOCK_D": max(16, next_power_of_2(width)),
         "TILE": tile,
         "TMA": tma and tile <= page,
         "STAGES": stages,

@@ -16,6 +16,7 @@ import torch
 from .attention_decode import attend_parts, base_2, part_options
 from .attention_merge import make_cut
 from .attention_prefill import attention_prefill_reference, check_ragged
+from .coded import CodedCache, raw, words
 from .launch import use_kernel
 
 MOST_QUERIES, FEW_QUERIES = 16, 4  # the two sizes that are compiled
@@ -30,8 +31,8 @@ def is_short(max_query_len: int, sequences: int) -> bool:
 
 def attention_verify_reference(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -43,8 +44,8 @@ def attention_verify_reference(
 
 def attention_verify(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -76,17 +77,17 @@ def attention_verify(
             q, k_cache, v_cache, block_tables, query_start, seq_lens, scale=scale, max_query_len=max_query_len,
             window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out,
         )  # fmt: skip
-    check_ragged(
-        "attention_verify", (q, k_cache, v_cache, sinks, alibi_slopes, out), scale, block_tables, query_start, seq_lens
-    )
+    tensors = q, raw(k_cache), raw(v_cache), sinks, alibi_slopes, out
+    check_ragged("attention_verify", tensors, scale, block_tables, query_start, seq_lens)
     if not 0 < max_query_len <= MOST_QUERIES:
         raise ValueError(f"attention_verify: max_query_len is {max_query_len}; 1 to {MOST_QUERIES} are possible")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
         queries = FEW_QUERIES if max_query_len <= FEW_QUERIES and not batch_invariant else MOST_QUERIES
-        options = part_options("attention_verify", q, k_cache, len(seq_lens), queries)
+        options = part_options("attention_verify", q, words(k_cache), len(seq_lens), queries)
         sizes = {"invariant": batch_invariant, "window": window, "queries": queries}
         cut = make_cut(len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS"), **sizes)
         where = (block_tables, query_start, seq_lens)
-        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, base_2(scale, softcap), cut, options)
+        factors = base_2(scale, softcap, k_cache)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, factors, cut, options)
     return out

@@ -14,6 +14,7 @@ Before: `launch.py`; kv/storage.py lays the cache out.  After: the references of
 import torch
 from attrs import frozen
 
+from .coded import CodedCache
 from .launch import cdiv, once
 
 COPIED_TOKENS = 4096  # tokens that are copied out of the cache at once
@@ -121,10 +122,27 @@ class InPlace:
         return [(self.view(k_cache), self.view(v_cache))]
 
 
+@frozen(eq=False)
+class Decoded:
+    """A sequence whose keys and values are codes: they are turned into numbers, in float32, each time.
+
+    Attributes: blocks: [N] ids.   inside: which tokens of these blocks it sees.
+    """
+
+    blocks: torch.Tensor
+    inside: slice
+
+    def read(self, k_cache: CodedCache, v_cache: CodedCache, memo: dict | None) -> Pairs:
+        """Keys and values as the attention of its newest token reads them."""
+        return [(k_cache.read(self.blocks, self.inside), v_cache.read(self.blocks, self.inside))]
+
+
 def tokens_of(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor, inside: slice
+    k_cache: torch.Tensor | CodedCache, v_cache: torch.Tensor | CodedCache, blocks: torch.Tensor, inside: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [1, Hkv, M, D] of the tokens `inside` blocks [N] of caches [B, Hkv, P, D], copied if need be."""
+    if isinstance(k_cache, CodedCache):
+        return Decoded(blocks, inside).read(k_cache, v_cache, None)[0]
     start = start_in_place(blocks.tolist(), k_cache, v_cache)
     if start is not None:
         found = InPlace.of(k_cache, start + inside.start, inside.stop - inside.start)
@@ -156,8 +174,12 @@ class Copied:
 
 
 def layout(
-    block_tables: torch.Tensor, lengths: list[int], k_cache: torch.Tensor, v_cache: torch.Tensor, window: int
-) -> list[InPlace | Copied]:
+    block_tables: torch.Tensor,
+    lengths: list[int],
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
+    window: int,
+) -> list[InPlace | Copied | Decoded]:
     """How each sequence's keys are read, in order: in place where that is possible, else copied with its neighbours
     as far as their blocks together fit COPIED_TOKENS (or one alone).
     """
@@ -173,6 +195,9 @@ def layout(
         low = max(0, length - window) if window else 0
         first, last = low // page, cdiv(length, page)
         blocks = table[first:last]
+        if isinstance(k_cache, CodedCache):
+            found.append(Decoded(blocks, slice(low - first * page, length - first * page)))
+            continue
         start = start_in_place(blocks.tolist(), k_cache, v_cache)
         if start is not None:
             copy_scattered()

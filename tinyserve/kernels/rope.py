@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .coded import CodedCache, constants, encode, raw, row_scale
 from .launch import (
     cdiv,
     check_rows,
@@ -40,8 +41,8 @@ def qk_norm_rope_write_reference(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
     slots_to_write: torch.Tensor,
     *,
     num_heads: int,
@@ -75,8 +76,13 @@ def qk_norm_rope_write_reference(
         rotated = torch.bmm(rotated, turn) if few else _rotate(rotated, *turn)
     q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, turning:]
     written = once(memo, ("written", slots_to_write.data_ptr()), lambda: _written(slots_to_write))
-    both = joined(k_cache, v_cache, memo)
-    if both is not None:
+    coded = isinstance(k_cache, CodedCache)
+    both = None if coded else joined(k_cache, v_cache, memo)
+    if coded:
+        slots, kept = written
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.write(new if kept is None else new[kept], slots)
+    elif both is not None:
         _write(both.view(-1, 2 * num_kv_heads, head_dim), torch.cat((k, v), dim=1), *written)
     else:
         _write_by_block(k_cache.transpose(1, 2), k, *written)
@@ -155,6 +161,9 @@ def _qk_norm_rope_write_kernel(
     v_place_stride,
     eps,
     weight_offset,
+    k_scales_ptr,  # of a coded cache (coded.py): [B, HK, P] if EACH, else the number
+    v_scales_ptr,
+    scales_stride,  # if EACH: elements between blocks
     HQ: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -162,6 +171,8 @@ def _qk_norm_rope_write_kernel(
     P: tl.constexpr,  # places in a block
     NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    CODE: tl.constexpr,  # of coded.py
+    EACH: tl.constexpr,
     HEADS: tl.constexpr,  # heads a program, a power of two
     BLOCK: tl.constexpr,  # a power of two, at least D
     PDL: tl.constexpr,
@@ -206,10 +217,23 @@ def _qk_norm_rope_write_kernel(
     tl.store(q_ptr + q_column, result.to(q_ptr.dtype.element_ty), mask=inside & is_q)
     block, place = slot // P, slot % P
     inside = inside & (slot >= 0)
+    key, number = result, value
+    if CODE != "":
+        if EACH:
+            scale = row_scale(result)  # of a head of v, the result is the value
+            at = block * scales_stride + place
+            first = (column == 0) & inside
+            tl.store(k_scales_ptr + at + (head - HQ) * P + column, scale, mask=first & is_k)
+            tl.store(v_scales_ptr + at + (head - HQ - HK) * P + column, scale, mask=first & is_v)
+        else:
+            scale = tl.where(is_v, v_scales_ptr, k_scales_ptr)
+        key = encode(tl.div_rn(result, tl.broadcast_to(scale, result.shape)), CODE)
+        number = key
+        column = 2 * (column % (D // 2)) + column // (D // 2)  # two to a word
     k_ptr = k_cache_ptr + block * k_block_stride + place * k_place_stride + (head - HQ) * k_head_stride + column
-    tl.store(k_ptr, result.to(k_cache_ptr.dtype.element_ty), mask=inside & is_k)
+    tl.store(k_ptr, key.to(k_cache_ptr.dtype.element_ty), mask=inside & is_k)
     v_ptr = v_cache_ptr + block * v_block_stride + place * v_place_stride + (head - HQ - HK) * v_head_stride + column
-    tl.store(v_ptr, value.to(v_cache_ptr.dtype.element_ty), mask=inside & is_v)
+    tl.store(v_ptr, number.to(v_cache_ptr.dtype.element_ty), mask=inside & is_v)
 
 
 @triton.jit
@@ -224,8 +248,8 @@ def qk_norm_rope_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | CodedCache,
+    v_cache: torch.Tensor | CodedCache,
     slots_to_write: torch.Tensor,
     *,
     num_heads: int,
@@ -244,7 +268,8 @@ def qk_norm_rope_write(
         positions: [T] integers, each within the rows of `cos_sin`.
         cos_sin: [P, R] float32, the cosines of position p in the first half of row p, the sines in the second; R is
             even and at most D. None = no rotation.
-        k_cache, v_cache: [B, Hkv, block size, D]; changed at the slots named and nowhere else. Their type may differ.
+        k_cache, v_cache: [B, Hkv, block size, D]; changed at the slots named and nowhere else. Their type may differ;
+            they may be coded.
         slots_to_write: [T] integers, block * block size + place in the block; -1 = this token is not stored.
         num_heads, num_kv_heads: Hq and Hkv.
         q_weight, k_weight: [D], both or neither: RMS norm over each head.
@@ -265,7 +290,7 @@ def qk_norm_rope_write(
         return qk_norm_rope_write_reference(*tensors, **heads, **norm, interleaved=interleaved, memo=memo)
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     check_rows("qk_norm_rope_write: qkv", qkv, (num_heads + 2 * num_kv_heads) * head_dim)
-    _check_caches(k_cache, v_cache, num_kv_heads)
+    _check_caches(raw(k_cache), raw(v_cache), num_kv_heads)
     _check_vectors(tokens, head_dim, cos_sin, {"positions": positions, "slots_to_write": slots_to_write})
     _check_weights(head_dim, q_weight, k_weight)
     q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -291,11 +316,11 @@ def _launch(
         qkv if k_weight is None else k_weight,
         slots,
         q,
-        k_cache,
-        v_cache,
+        raw(k_cache),
+        raw(v_cache),
         qkv.stride(0),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        *raw(k_cache).stride()[:3],
+        *raw(v_cache).stride()[:3],
         eps,
         weight_offset,
         HQ=num_heads,
@@ -306,6 +331,7 @@ def _launch(
         NORM=q_weight is not None,
         INTERLEAVED=interleaved,
         BLOCK=block,
+        **constants(k_cache, v_cache),
         **options,
         **overlap(qkv),
     )

@@ -124,6 +124,20 @@ def tensor_widths(groups: Sequence[KVGroup], layers: Sequence[LayerKV]) -> tuple
     return tuple((max(one.width for one in found), max(one.value_width for one in found)) for found in sharing)
 
 
-def bytes_per_block(groups: Sequence[KVGroup], layers: Sequence[LayerKV], block_size: int, dtype_bytes: float) -> int:
-    """Bytes that one block id costs, K and V of all tensors together."""
-    return int(sum(map(sum, tensor_widths(groups, layers))) * block_size * dtype_bytes)
+def most_heads(groups: Sequence[KVGroup], layers: Sequence[LayerKV]) -> tuple[int, ...]:
+    """kv heads of the layer that has most of them, of those that live in storage pair j."""
+    tensors = len(tensor_widths(groups, layers))
+    return tuple(
+        max(layers[group.layers[j]].kv_heads for group in groups if j < len(group.layers)) for j in range(tensors)
+    )
+
+
+def bytes_per_block(
+    groups: Sequence[KVGroup], layers: Sequence[LayerKV], block_size: int, dtype_bytes: float, scale_bytes: int = 0
+) -> int:
+    """Bytes that one block id costs, K and V of all tensors together.
+
+    Args: dtype_bytes: of a number.   scale_bytes: of what K, and V, keep besides for each head of a position.
+    """
+    numbers, heads = sum(map(sum, tensor_widths(groups, layers))), sum(most_heads(groups, layers))
+    return int((numbers * dtype_bytes + 2 * heads * scale_bytes) * block_size)

@@ -8,6 +8,9 @@ blocks there, and one copy brings both. (Where layers of different shape share a
 
 A latent layer has a K only: its V is an empty tensor.
 
+Keys and values may be kept in one byte a number (`--kv-cache-dtype`): as fp8, with a scale for each layer, or as int8,
+with a float32 scale for each token and head in tensors [B, kv heads, block size] of their own (kernels/coded.py).
+
 Layer j of every group lives in pair j. A block id handed to a group stands for that block in the pairs of the group's
 layers, so the memory of a block is the same whichever group holds it.
 
@@ -23,8 +26,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
+from ..kernels.coded import KINDS, CodedCache
 from ..kernels.launch import use_kernel
-from .groups import KVGroup, LayerKV, tensor_widths
+from .groups import KVGroup, LayerKV, bytes_per_block, most_heads, tensor_widths
+
+# Names of --kv-cache-dtype that torch has no type of the same name for.
+DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8_per_token_head": torch.int8,
+}
+SCALE_BYTES = 4
+
+Pair = tuple[Tensor, Tensor] | tuple[CodedCache, CodedCache]
+
+
+def cache_dtype(asked: str, own: torch.dtype, layers: Sequence[LayerKV]) -> torch.dtype:
+    """Return the type of cached numbers; float8 and int8 mean codes.
+
+    Args: asked: `--kv-cache-dtype`.   own: of the model's activations, for "auto".
+    Raises: ConfigError: these layers cannot be cached in it.
+    """
+    dtype = own if asked == "auto" else DTYPES.get(asked) or getattr(torch, asked)
+    if dtype in KINDS and any(layer.latent for layer in layers):
+        raise ConfigError(
+            f"--kv-cache-dtype {asked} is not built for latent attention (MLA), whose cache is small already. "
+            "Leave the option out."
+        )
+    if dtype in KINDS and any(layer.head_dim % 2 for layer in layers):
+        raise ConfigError(f"--kv-cache-dtype {asked} needs heads of an even size. Leave the option out.")
+    return dtype
+
+
+def block_bytes(groups: Sequence[KVGroup], layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes that one block id costs in this type of `cache_dtype`, scales included."""
+    return bytes_per_block(groups, layers, block_size, dtype.itemsize, SCALE_BYTES if dtype == torch.int8 else 0)
+
+
+def token_bytes(layer: LayerKV, dtype: torch.dtype) -> int:
+    """Return the bytes that a layer keeps of one token."""
+    scales = 2 * layer.kv_heads * SCALE_BYTES if dtype == torch.int8 else 0
+    return (layer.width + layer.value_width) * dtype.itemsize + scales
 
 
 def allocate(
@@ -34,22 +78,26 @@ def allocate(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[Pair]:
     """Return the pairs, zeroed, so that no garbage bits can be read as NaN.
 
     Args:
         groups, layers: as `group_layers` made them of the model's layers.
         num_blocks: all block ids, the null block included.
         block_size: positions of a block.
-        dtype: of the cached numbers.
+        dtype: of the cached numbers, from `cache_dtype`.
     Returns: one pair per layer of the longest group; pair j has the shape of groups[0]'s layer j, or, when layers of
         different shape share it, one wide head [B, 1, block size, width].
     """
-    pairs = []
+    pairs, most = [], most_heads(groups, layers)
     for j, widths in enumerate(tensor_widths(groups, layers)):
         sharing = [layers[group.layers[j]] for group in groups if j < len(group.layers)]
         kinds = {(layer.kv_heads, layer.head_dim) for layer in sharing}
         heads, dim = next(iter(kinds)) if len(kinds) == 1 else (1, widths[0])
+        if dtype in KINDS:
+            shape = (num_blocks, heads, block_size, dim)
+            pairs.append(tuple(_coded(shape, most[j], dtype, device) for _ in range(2)))
+            continue
         if len(kinds) > 1 or widths[0] != widths[1] or use_kernel(torch.empty(0, device=device)):
             k, v = (_zeros((num_blocks, heads, block_size, dim if width else 0), dtype, device) for width in widths)
         else:
@@ -57,6 +105,14 @@ def allocate(
             k, v = (one.transpose(1, 2) for one in both.unbind(2))
         pairs.append((k, v))
     return pairs
+
+
+def _coded(shape: tuple[int, ...], heads: int, dtype: torch.dtype, device: torch.device) -> CodedCache:
+    """Zeros of this shape as codes. heads: that have scales, with int8."""
+    if dtype == torch.int8:
+        scales = _zeros((shape[0], heads, shape[2]), torch.float32, device)
+        return CodedCache(_zeros(shape, torch.int8, device), scales, KINDS[dtype])
+    return CodedCache(_zeros(shape, torch.uint8, device), 1.0, KINDS[dtype])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -68,11 +124,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
-def layer_view(tensor: Tensor, layer: LayerKV) -> Tensor:
+def layer_view(tensor: Tensor | CodedCache, layer: LayerKV) -> Tensor | CodedCache:
     """Return a storage tensor as one layer sees it: [B, kv heads, block size, D], the front of each block if narrow.
 
     The V of a latent layer is empty.
     """
+    if isinstance(tensor, CodedCache):
+        scales = tensor.scales[:, : layer.kv_heads] if tensor.each else tensor.scales
+        return CodedCache(layer_view(tensor.codes, layer), scales, tensor.kind)
     if not tensor.numel():
         return tensor
     if tensor.shape[1:] == (layer.kv_heads, tensor.shape[2], layer.head_dim):

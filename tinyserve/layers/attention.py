@@ -20,6 +20,7 @@ from ..errors import UnsupportedModel
 from ..kernels.attention_decode import attention_decode
 from ..kernels.attention_prefill import attention_prefill
 from ..kernels.attention_verify import attention_verify, is_short
+from ..kernels.coded import CodedCache
 from ..kernels.launch import once
 from ..kernels.rope import qk_norm_rope_write
 from ..kv.groups import LayerKV
@@ -94,11 +95,11 @@ class Scores:
 
 @frozen(eq=False)
 class LayerCache:
-    """Where one layer keeps its keys and values: two tensors [B, kv heads, block size, D], and the KV group that says
-    which block table and which write slots of the batch apply."""
+    """Where one layer keeps its keys and values: two tensors [B, kv heads, block size, D], or codes of that shape, and
+    the KV group that says which block table and which write slots of the batch apply."""
 
-    k: Tensor
-    v: Tensor
+    k: Tensor | CodedCache
+    v: Tensor | CodedCache
     group: int
 
 
@@ -142,6 +143,7 @@ class Attention(Part):
         self.adjust = adjust
         self.sinks = Vector("sinks", heads.queries) if scores.sinks else None
         self.cache: LayerCache | None = None
+        self.kv_scales: tuple[float, float] | None = None  # of keys and values in fp8, if the checkpoint has them
         # A norm after the rotation: the rotation keeps the length, so the kernel may normalise first, by weights of 1.
         # Both weights then go to q, as only the product of q and k counts.
         self.late_weight: Tensor | None = None
@@ -154,6 +156,9 @@ class Attention(Part):
 
     def bind(self, cache: LayerCache) -> None:
         """Use these tensors from now on; must come before the first forward, and after the weights are loaded."""
+        if self.kv_scales is not None and isinstance(cache.k, CodedCache):
+            k_scale, v_scale = self.kv_scales
+            cache = LayerCache(cache.k.scaled(k_scale), cache.v.scaled(v_scale), cache.group)
         self.cache, block_size = cache, cache.k.shape[2]
         if self.scores.chunk is not None and self.scores.chunk % block_size:
             raise UnsupportedModel(

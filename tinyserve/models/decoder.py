@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModel
 from ..kv.groups import KVGroup, LayerKV
-from ..kv.storage import layer_view
+from ..kv.storage import Pair, layer_view
 from ..layers.attention import Attention, Batch, LayerCache
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         """What each layer keeps of every token, in order of the layers."""
         return [attention.layer_kv() for attention in self.attentions()]
 
-    def bind(self, groups: Sequence[KVGroup], storage: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def bind(self, groups: Sequence[KVGroup], storage: Sequence[Pair]) -> None:
         """Give each layer its cache: layer j of a group uses tensor pair j of the storage (kv/storage.py).
 
         The weights must be loaded: from now on they are not looked up anew (`settle`).

@@ -29,7 +29,7 @@ from ..kernels.attention_decode import attention_decode
 from ..kernels.attention_prefill import attention_prefill
 from ..kernels.rope import qk_norm_rope_write
 from ..kv.groups import KVGroup, LayerKV, group_layers
-from ..kv.storage import allocate, layer_view
+from ..kv.storage import Pair, allocate, layer_view
 from ..layers.attention import Batch, LayerCache
 from .config import FULL, SLIDING, ModelConfig, choose_dtype, context_factor, context_length, stored_dtype, token_ids
 from .hf import HF
@@ -160,7 +160,7 @@ class Fallback(nn.Module):
     def reach(self, positions: int, device: torch.device) -> None:
         """Nothing: the modules compute their positions themselves."""
 
-    def bind(self, groups: Sequence[KVGroup], storage: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def bind(self, groups: Sequence[KVGroup], storage: Sequence[Pair]) -> None:
         """Give each layer its cache; see Decoder.bind."""
         ids, kinds = list(self.kept), self.kv_layers()
         for group in groups:
