@@ -3,7 +3,7 @@
 import torch
 
 from tinyserve.kv.groups import LayerKV, bytes_per_block, group_layers
-from tinyserve.kv.storage import allocate, layer_view
+from tinyserve.kv.storage import allocate, block_bytes, layer_view, token_bytes
 
 CPU = torch.device("cpu")
 
@@ -42,3 +42,28 @@ def test_a_latent_layer_has_keys_only():
     assert all(k.is_contiguous() for k, _ in pairs)
     assert sum(k.nbytes for k, _ in pairs) == 5 * bytes_per_block(groups, layers, 4, 4)
     assert layer_view(pairs[0][1], layers[0]).numel() == 0
+
+
+def test_codes_are_half_the_bytes():
+    """The bytes of what is allocated are those that the planner counts; int8 has 4 more for each head of a token."""
+    layers = [LayerKV(2, 64, window=16 if index % 3 else None) for index in range(6)]
+    groups = group_layers(layers)
+    for dtype, scales in ((torch.float8_e4m3fn, 0), (torch.float8_e5m2, 0), (torch.int8, 4)):
+        pairs = allocate(groups, layers, 10, 16, dtype, CPU)
+        views = [layer_view(cache, layers[0]) for pair in pairs for cache in pair]
+        taken = sum(one.codes.nbytes + (one.scales.nbytes if one.each else 0) for one in views)
+
+        assert [one.shape for one in views] == [(10, 2, 16, 64)] * 4
+        assert taken == 10 * block_bytes(groups, layers, 16, dtype) == 10 * 2 * 16 * 2 * 2 * (64 + scales)
+        assert token_bytes(layers[0], dtype) == 2 * 2 * (64 + scales)
+    assert block_bytes(groups, layers, 16, torch.bfloat16) == 2 * block_bytes(groups, layers, 16, torch.float8_e5m2)
+
+
+def test_codes_of_unequal_layers_share_a_pair():
+    """A layer of few wide heads and one of many narrow ones: each has a scale for each of its heads."""
+    layers = [LayerKV(1, 8), LayerKV(3, 4, window=5)]
+    ((k, _),) = allocate(group_layers(layers), layers, 4, 2, torch.int8, CPU)
+    few, many = layer_view(k, layers[0]), layer_view(k, layers[1])
+
+    assert (few.shape, many.shape) == ((4, 1, 2, 8), (4, 3, 2, 4))
+    assert (few.scales.shape, many.scales.shape) == ((4, 1, 2), (4, 3, 2))

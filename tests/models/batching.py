@@ -15,6 +15,7 @@ from torch import Tensor
 from tests import oracles
 from tests.kernels.harness import interpreting
 from tinyserve.checkpoint.source import resolve
+from tinyserve.kernels.coded import CodedCache
 from tinyserve.kv.groups import group_layers
 from tinyserve.kv.storage import allocate
 from tinyserve.models.decoder import Decoder
@@ -49,6 +50,16 @@ class Row:
     tables: list[list[int]]
 
 
+def fill_garbage(tensor: Tensor | CodedCache) -> None:
+    """Write NaN everywhere; into codes those of it, and NaN for scales."""
+    if isinstance(tensor, CodedCache):
+        tensor.codes.fill_(0x7F)
+        if tensor.each:
+            tensor.scales.fill_(float("nan"))
+    else:
+        tensor.fill_(float("nan"))
+
+
 class Paged:
     """Runs a model on a paged cache whose blocks are scattered.
 
@@ -56,17 +67,27 @@ class Paged:
         model: loaded; its cache is bound here.
         block_size, num_blocks: of the cache.
         garbage: fill the cache with NaN first, so that reading a slot that nobody wrote shows.
+        cache_dtype: of the cache; the model's own if None.
     """
 
-    def __init__(self, model: Decoder, *, block_size: int = 4, num_blocks: int = 128, garbage: bool = True) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 128,
+        garbage: bool = True,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.block_size = model, block_size
         self.weight = model.embed.weight
         layers = model.kv_layers()
         self.groups = group_layers(layers)
-        storage = allocate(self.groups, layers, num_blocks, block_size, self.weight.dtype, self.weight.device)
-        for pair in storage:
+        dtype = cache_dtype or self.weight.dtype
+        storage = allocate(self.groups, layers, num_blocks, block_size, dtype, self.weight.device)
+        for pair in storage if garbage else ():
             for tensor in pair:
-                tensor.fill_(float("nan") if garbage else 0)
+                fill_garbage(tensor)
         model.bind(self.groups, storage)
         self.free = list(range(1, num_blocks))
         random.Random(0).shuffle(self.free)

@@ -23,7 +23,7 @@ class Served:
     cached: list[int]
 
 
-def serve(model, prompts, *, blocks, block_size=8, max_model_len=96, chunk=12):
+def serve(model, prompts, *, blocks, block_size=8, max_model_len=96, chunk=12, **more):
     """COUNT greedy tokens of each prompt through chunks, a prefix cache and a pool too small for all at once.
 
     The last prompt is sent when the others are done, so that it finds the beginning that it shares with them.
@@ -32,6 +32,7 @@ def serve(model, prompts, *, blocks, block_size=8, max_model_len=96, chunk=12):
         {
             "block_size": block_size, "num_gpu_blocks_override": blocks, "max_num_batched_tokens": chunk,
             "max_num_seqs": 4, "scheduler_reserve_full_isl": False, "max_model_len": max_model_len, "device": "cpu",
+            **more,
         }
     )  # fmt: skip
     parts = Parts(

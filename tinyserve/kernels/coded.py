@@ -240,15 +240,19 @@ def encode(number, CODE: tl.constexpr):
     elif CODE == "e4m3 by PTX":
         return tl.minimum(tl.maximum(number, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif CODE == "e4m3":
-        return _shortened(tl.minimum(tl.maximum(number, -448.0), 448.0) * 0.00390625, 7)  # exponents are 8 lower
+        number = tl.minimum(tl.maximum(number, -448.0), 448.0)
+        half = _rounded(number, 20, 0.015625, 24576.0) * 0.00390625  # exponents are 8 lower
+        half = half.to(tl.float16).to(tl.uint16, bitcast=True)
+        return (((half >> 8) & 128) | ((half & 0x7FFF) >> 7)).to(tl.uint8)
     else:
-        return _shortened(tl.minimum(tl.maximum(number, -57344.0), 57344.0), 8)
+        number = tl.minimum(tl.maximum(number, -57344.0), 57344.0)
+        half = _rounded(number, 21, 6.103515625e-05, 192.0)
+        return (half.to(tl.float16).to(tl.uint16, bitcast=True) >> 8).to(tl.uint8)
 
 
 @triton.jit
-def _shortened(number, BITS: tl.constexpr):
-    """The sign and the next 7 bits of float16 numbers without their last BITS, rounded to the nearest, ties to even."""
-    half = number.to(tl.float16).to(tl.uint16, bitcast=True)
-    size = half & 0x7FFF
-    size = (size + ((1 << (BITS - 1)) - 1) + ((size >> BITS) & 1)) >> BITS
-    return (((half >> 8) & 128) | size).to(tl.uint8)
+def _rounded(number, BITS: tl.constexpr, NORMAL: tl.constexpr, MAGIC: tl.constexpr):
+    """float32 numbers without their last BITS bits, ties to even; below NORMAL those next to them in steps of MAGIC."""
+    bits = number.to(tl.int32, bitcast=True)
+    bits = ((bits + ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)) >> BITS) << BITS
+    return tl.where(tl.abs(number) < NORMAL, (number + MAGIC) - MAGIC, bits.to(tl.float32, bitcast=True))

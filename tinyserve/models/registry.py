@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint import cache_scales
 from ..checkpoint.gguf_names import stored_tensors
 from ..checkpoint.load import ChooseFormat, Progress, SchemeFor, load, load_dummy
 from ..checkpoint.safetensors import open_safetensors
@@ -157,7 +158,7 @@ def load_model(
         load_dummy(model, seed=seed, tied=TIED if model.config.tied_head else {}, **options)
         report(model, method, [], device)
     else:
-        tensors = open_tensors(source, load_format, model)
+        cached, tensors = cache_scales.split(open_tensors(source, load_format, model))
         method = quantisation(source, config, load_format)
         if method is not None:
             tensors, format_for = wrap(tensors, method), format_for or grouped_formats()
@@ -170,6 +171,7 @@ def load_model(
         tensors = unstack(as_saved(made, tensors, model.config.num_layers), getattr(made, "STACKS", {}))
         weights = made.WEIGHTS
         load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
+        cache_scales.load(model, weights, as_saved(made, cached, model.config.num_layers))
         report(model, method, quantised, device)
     try:
         model.reach(model.config.max_model_len, device)

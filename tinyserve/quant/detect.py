@@ -57,6 +57,8 @@ def detect(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None)
         method = "modelopt"
     if method in SELF_DESCRIBING:
         return None
+    if method == "compressed-tensors" and own.get("kv_cache_scheme") and not own.get("config_groups"):
+        return None  # only the cache was calibrated
     if not isinstance(method, str) or method not in READERS:
         raise UnsupportedModel(
             f"The checkpoint is quantised with {shown(method)}; this version reads {', '.join(sorted(READERS))}, GGUF "

@@ -26,8 +26,6 @@ from .format import Stored
 log = logging.getLogger(__name__)
 
 CODED = frozenset((torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32))  # converting to these would lose
-# Scales of cached keys and values; this version keeps them in the dtype of the activations.
-CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "k_zero_point", "v_zero_point")
 
 
 @frozen(eq=False)
@@ -133,7 +131,7 @@ class Method(Protocol):
 
 
 def wrap(tensors: Mapping[str, Stored], method: Method) -> dict[str, Any]:
-    """Return the tensors with those of each quantised matrix replaced by one. Scales of cached keys are left out.
+    """Return the tensors with those of each quantised matrix replaced by one.
 
     Raises: CheckpointError: nothing is quantised although the config says so, or codes have no scales.
     """
@@ -152,7 +150,6 @@ def wrap(tensors: Mapping[str, Stored], method: Method) -> dict[str, Any]:
             "Remove quantization_config (--hf-overrides '{\"quantization_config\": null}') if that is what they are."
         )
     found: dict[str, Any] = {}
-    unused = []
     for name, stored in tensors.items():
         module, kind = split.get(name, ("", ""))
         if module in quantised:
@@ -160,14 +157,9 @@ def wrap(tensors: Mapping[str, Stored], method: Method) -> dict[str, Any]:
             if weight not in found:
                 found[weight] = _tensor(method, module, modules[module])
             continue
-        if name.rpartition(".")[2] in CACHE_SCALES:
-            unused.append(name)
-            continue
         if kind == "weight" and stored.nbytes == prod(stored.shape) > 0:
             raise CheckpointError(f"{name} has one byte a number, but no scales ({' or '.join(method.marks)}).")
         found[name] = stored
-    if unused:
-        log.warning("%d scales of cached keys and values are not used: %s ...", len(unused), unused[0])
     return found
 
 
