@@ -22,7 +22,18 @@ import triton.language as tl
 
 from . import launch
 from .attention_merge import PROGRAMS, Cut, find_part, keys_of, make_cut, merge_cut, parts_of
-from .coded import CodedCache, constants, high, low, raw, words
+from .coded import (
+    CodedCache,
+    averages,
+    constants,
+    high,
+    load_queries,
+    load_scales,
+    low,
+    raw,
+    store_columns,
+    words,
+)
 from .launch import (
     check_attention,
     choose,
@@ -131,23 +142,6 @@ def load_keys(
 
 
 @triton.jit
-def load_scales(
-    scales_ptr, pages, key, end, stride,
-    PAGE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    """The scales [TILE] of coded keys or values of one kv head, at scales_ptr [B, P]; as `load_keys`. Nothing else."""
-    scales = None
-    if EACH:
-        row = tl.arange(0, TILE)
-        if PAGE >= TILE:
-            place = scales_ptr + pages.to(tl.int64) * stride + (key % PAGE + row)
-        else:
-            place = scales_ptr + pages.to(tl.int64) * stride + row % PAGE
-        scales = tl.load(place, mask=key + row < end, other=0.0) if MASKED else tl.load(place)
-    return scales
-
-
-@triton.jit
 def score(
     q, q_high, k, place, position, slope, scale, cap, key_scale,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODE: tl.constexpr, EACH: tl.constexpr,
@@ -197,38 +191,6 @@ def accumulate(
         acc = tl.dot(taken, low(v, CODE, dtype), acc * shrink[:, None], input_precision="ieee")
         acc_high = tl.dot(taken, high(v, CODE, dtype), acc_high * shrink[:, None], input_precision="ieee")
     return acc, acc_high, higher, total * shrink + tl.sum(weight, axis=1)
-
-
-@triton.jit
-def load_queries(ptr, mask, D: tl.constexpr, CODE: tl.constexpr):
-    """q at `ptr`, and with a CODE the columns of high bytes, which stand D / 2 behind those of low ones."""
-    q = tl.load(ptr, mask=mask, other=0.0)
-    q_high = q
-    if CODE != "":
-        q_high = tl.load(ptr + D // 2, mask=mask, other=0.0)
-    return q, q_high
-
-
-@triton.jit
-def averages(acc, acc_high, total, v_scale, CODE: tl.constexpr, EACH: tl.constexpr):
-    """Both accumulators over their denominator, and times the one scale of coded values if there is one."""
-    share = tl.where(total == 0.0, 1.0, total)[:, None]
-    averaged = acc / share
-    averaged_high = averaged
-    if CODE != "":
-        averaged_high = acc_high / share
-        if not EACH:
-            averaged *= v_scale
-            averaged_high *= v_scale
-    return averaged, averaged_high
-
-
-@triton.jit
-def store_columns(ptr, numbers, numbers_high, mask, D: tl.constexpr, CODE: tl.constexpr):
-    """Write what stands at `ptr`, and with a CODE the columns of high bytes."""
-    tl.store(ptr, numbers.to(ptr.dtype.element_ty), mask=mask)
-    if CODE != "":
-        tl.store(ptr + D // 2, numbers_high.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -448,8 +410,7 @@ def attention_decode(
         sizes = len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS")
         cut = make_cut(*sizes, invariant=batch_invariant, window=window)
         where = (block_tables, seq_lens, seq_lens)
-        factors = base_2(scale, softcap, k_cache)
-        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, factors, cut, options)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, (scale, softcap), cut, options)
     return out
 
 
@@ -458,10 +419,10 @@ def attend_parts(q, caches, where, extras, out, factors, cut: Cut, options) -> N
 
     Args:
         where: block_tables, query_start (anything if a sequence has one query), seq_lens.
-        extras: sinks and slopes, or Nones.    factors: what `base_2` gave.    options: what `part_options` gave.
+        extras: sinks and slopes, or Nones.    factors: scale and soft-cap.    options: what `part_options` gave.
     """
     heads, head_dim = q.shape[1:]
-    kept = [words(cache) for cache in caches]
+    kept, factors = [words(cache) for cache in caches], base_2(*factors, caches[0])
     kv_heads, page = kept[0].shape[1:3]
     partial, lse = out, out
     if cut.merges:

@@ -27,17 +27,13 @@ from . import launch
 from .attention_decode import (
     LOWEST,
     accumulate,
-    averages,
     base_2,
     head_number,
     load_keys,
-    load_queries,
-    load_scales,
     pages_of,
     score,
-    store_columns,
 )
-from .coded import CodedCache, constants, raw, words
+from .coded import CodedCache, averages, constants, load_queries, load_scales, raw, store_columns, words
 from .launch import cdiv, check_attention, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 from .pages import attend, tokens_of
 

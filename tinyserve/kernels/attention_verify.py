@@ -13,7 +13,7 @@ Before: `rope.py` has written the new keys and values.  After: `attention_merge.
 
 import torch
 
-from .attention_decode import attend_parts, base_2, part_options
+from .attention_decode import attend_parts, part_options
 from .attention_merge import make_cut
 from .attention_prefill import attention_prefill_reference, check_ragged
 from .coded import CodedCache, raw, words
@@ -88,6 +88,5 @@ def attention_verify(
         sizes = {"invariant": batch_invariant, "window": window, "queries": queries}
         cut = make_cut(len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS"), **sizes)
         where = (block_tables, query_start, seq_lens)
-        factors = base_2(scale, softcap, k_cache)
-        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, factors, cut, options)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, (scale, softcap), cut, options)
     return out

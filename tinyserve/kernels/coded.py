@@ -256,3 +256,52 @@ def _rounded(number, BITS: tl.constexpr, NORMAL: tl.constexpr, MAGIC: tl.constex
     bits = number.to(tl.int32, bitcast=True)
     bits = ((bits + ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)) >> BITS) << BITS
     return tl.where(tl.abs(number) < NORMAL, (number + MAGIC) - MAGIC, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def load_scales(
+    scales_ptr, pages, key, end, stride,
+    PAGE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """The scales [TILE] of coded keys or values of one kv head, at scales_ptr [B, P]; as `load_keys`. Nothing else."""
+    scales = None
+    if EACH:
+        row = tl.arange(0, TILE)
+        if PAGE >= TILE:
+            place = scales_ptr + pages.to(tl.int64) * stride + (key % PAGE + row)
+        else:
+            place = scales_ptr + pages.to(tl.int64) * stride + row % PAGE
+        scales = tl.load(place, mask=key + row < end, other=0.0) if MASKED else tl.load(place)
+    return scales
+
+
+@triton.jit
+def load_queries(ptr, mask, D: tl.constexpr, CODE: tl.constexpr):
+    """q at `ptr`, and with a CODE the columns of high bytes, which stand D / 2 behind those of low ones."""
+    q = tl.load(ptr, mask=mask, other=0.0)
+    q_high = q
+    if CODE != "":
+        q_high = tl.load(ptr + D // 2, mask=mask, other=0.0)
+    return q, q_high
+
+
+@triton.jit
+def averages(acc, acc_high, total, v_scale, CODE: tl.constexpr, EACH: tl.constexpr):
+    """Both accumulators over their denominator, and times the one scale of coded values if there is one."""
+    share = tl.where(total == 0.0, 1.0, total)[:, None]
+    averaged = acc / share
+    averaged_high = averaged
+    if CODE != "":
+        averaged_high = acc_high / share
+        if not EACH:
+            averaged *= v_scale
+            averaged_high *= v_scale
+    return averaged, averaged_high
+
+
+@triton.jit
+def store_columns(ptr, numbers, numbers_high, mask, D: tl.constexpr, CODE: tl.constexpr):
+    """Write what stands at `ptr`, and with a CODE the columns of high bytes."""
+    tl.store(ptr, numbers.to(ptr.dtype.element_ty), mask=mask)
+    if CODE != "":
+        tl.store(ptr + D // 2, numbers_high.to(ptr.dtype.element_ty), mask=mask)

@@ -169,9 +169,8 @@ def load_model(
         # A tied head may still have a tensor of its own in the file; then the file is right.
         made = family(model.config.architecture)
         tensors = unstack(as_saved(made, tensors, model.config.num_layers), getattr(made, "STACKS", {}))
-        weights = made.WEIGHTS
-        load(model, weights, tensors, tied=TIED if model.config.tied_head else None, **options)
-        cache_scales.load(model, weights, as_saved(made, cached, model.config.num_layers))
+        load(model, made.WEIGHTS, tensors, tied=TIED if model.config.tied_head else None, **options)
+        cache_scales.load(model, made.WEIGHTS, as_saved(made, cached, model.config.num_layers))
         report(model, method, quantised, device)
     try:
         model.reach(model.config.max_model_len, device)
