@@ -18,6 +18,7 @@ of 64 experts a layer, 4.1 GB of latents). Written as {"rows": {"W1a": {"value",
 
 import argparse
 import asyncio
+import functools
 import json
 import logging
 import statistics
@@ -127,36 +128,47 @@ async def once(engine, row: Row) -> dict:
 
 
 class Clock:
-    """Wraps the runner's launch and the scheduler's two halves: microseconds of host time of each step.
+    """Wraps the runner's launch, the replay of a graph in it, and the scheduler's two halves: microseconds of a step.
 
-    All that the event loop's thread does is in `loop_us`: its processor time over the steps, readers included.
+    Wall time, and (`_cpu_us`) processor time of the thread, without what it waits for. All that the event loop's thread
+    does is in `loop_us`: its processor time over the steps, readers included.
     """
 
-    NAMES = (("runner", "launch"), ("scheduler", "plan"), ("scheduler", "commit"))
+    NAMES = (
+        ("launch", "runner.launch"),
+        ("replay", "runner.graphs.run"),
+        ("plan", "scheduler.plan"),
+        ("commit", "scheduler.commit"),
+    )
 
     def __init__(self, machine) -> None:
-        self.spent = {name: [] for _, name in self.NAMES}
+        self.spent = {name: [] for name, _ in self.NAMES}
         self._began = time.thread_time()
-        for owner, name in self.NAMES:
-            owner = getattr(machine, owner)
-            setattr(owner, name, self._timed(getattr(owner, name), self.spent[name]))
+        for name, path in self.NAMES:
+            *owners, method = path.split(".")
+            owner = functools.reduce(getattr, owners, machine)
+            setattr(owner, method, self._timed(getattr(owner, method), self.spent[name]))
 
     @staticmethod
     def _timed(method, spent):
         def call(*args):
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
             result = method(*args)
-            spent.append((time.perf_counter() - began) * 1e6)
+            spent.append(((time.perf_counter() - began) * 1e6, (time.thread_time() - worked) * 1e6))
             return result
 
         return call
 
     def take(self) -> dict[str, float]:
-        """Medians since the last call, and the largest launch."""
-        found = {f"{name}_us": round(statistics.median(times), 1) for name, times in self.spent.items() if times}
-        launches = self.spent["launch"]
+        """Medians since the last call, and the largest launches."""
+        found = {}
+        for name, times in self.spent.items():
+            if times:
+                wall, worked = (round(statistics.median(part), 1) for part in zip(*times, strict=True))
+                found |= {f"{name}_us": wall, f"{name}_cpu_us": worked}
+        launches = sorted((wall for wall, _ in self.spent["launch"]), reverse=True)
         if launches:
-            found["longest_launches_us"] = [round(spent) for spent in sorted(launches)[-1:-40:-4]]
+            found["longest_launches_us"] = [round(wall) for wall in launches[:40:4]]
             found["loop_us"] = round((time.thread_time() - self._began) * 1e6 / len(launches), 1)
         for times in self.spent.values():
             times.clear()
@@ -212,7 +224,7 @@ def model_folder(folder: Path, model: str) -> Path:
     return write(Path(tempfile.mkdtemp()), model)
 
 
-def config(folder: Path, model: str, rows: list[Row]):
+def config(folder: Path, model: str, rows: list[Row], budget: int | None = None):
     """An engine for these rows: one load of the model serves all of them."""
     from tinyserve.config import CacheOptions, EngineConfig, LoadOptions, ModelOptions, SchedulerOptions
 
@@ -225,7 +237,7 @@ def config(folder: Path, model: str, rows: list[Row]):
         model=ModelOptions(model=str(model_folder(folder, model)), max_model_len=longest + 8, device="cuda"),
         load=LoadOptions(load_format="dummy", use_tqdm_on_load=False),
         cache=CacheOptions(enable_prefix_caching=False),
-        scheduler=SchedulerOptions(max_num_seqs=max(row.running for row in rows)),
+        scheduler=SchedulerOptions(max_num_seqs=max(row.running for row in rows), max_num_batched_tokens=budget),
     )
 
 
@@ -234,7 +246,7 @@ async def run_model(folder: Path, model: str, rows: dict[str, Row], options) -> 
     from tinyserve.engine.engine import Engine
 
     began = time.perf_counter()
-    engine = await Engine.start(config(folder, model, list(rows.values())))
+    engine = await Engine.start(config(folder, model, list(rows.values()), options.budget))
     ready = time.perf_counter() - began
     print(f"{model}: ready after {ready:.2f} s\n  {engine.machine.report}", flush=True)
     clock, found = Clock(engine.machine), {}
@@ -279,6 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", default=",".join(ROWS), help="rows to run")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each row")
     parser.add_argument("--idle", type=float, default=4.0, help="seconds after the start, in which graphs are recorded")
+    parser.add_argument("--budget", type=int, help="most tokens of a step [by device]")
     parser.add_argument(
         "--profile", nargs="?", const=",".join(ROWS), default="", help="rows whose kernels and idle time are counted"
     )

@@ -11,7 +11,7 @@ from tinyserve.device import Device, Memory
 from tinyserve.kernels.launch import once
 from tinyserve.runner import runner as runner_module
 from tinyserve.runner.batch import Shape
-from tinyserve.runner.graphs import MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
+from tinyserve.runner.graphs import CROWD_PROMPTS, MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
 from tinyserve.runner.hands import Hands
 from tinyserve.runner.runner import Limits, Runner
 from tinyserve.runner.warmup import check_rings, graph_bytes, warm_up
@@ -130,6 +130,25 @@ def test_graphs_change_nothing(make):
     assert torch.equal(graphed.rows.tokens[:-1], plain.rows.tokens[:-1])
     replayed = {shape for shape, (graph, _) in graphed.graphs._graphs.items() if graph.replays}
     assert {shape.is_decode for shape in replayed} == {True, False} and len(replayed) >= 4
+
+
+@pytest.mark.parametrize("most", [256, 1000])
+def test_crowds_that_come_to_a_small_model_get_graphs(most):
+    """20 prompts of 50 tokens beside 100 decodes: a graph of 1024 beside 256, if the model is small; and of 400 decodes
+    beside one of 1000. Only the 5 with at most 512 tokens and no decodes are recorded at a start."""
+    small, other = (Wanted.usual(most, 8192, small=small) for small in (True, False))
+    graphs = Recorded(Recorder(), small)
+    graphs._graphs = dict.fromkeys(small.shapes())
+    step = Shape.of([SeqSlice(0, 9, 1)] * 100 + [SeqSlice(0, 0, 50)] * 20, adapted=False)
+    more = Shape.of([SeqSlice(0, 9, 1)] * 400 + [SeqSlice(0, 0, 50)] * 20, adapted=False)
+
+    assert graphs.fit(step) == Shape(256 + 1024, 256 + CROWD_PROMPTS, 256)
+    assert graphs.fit(more) == (Shape(2024, 1032, 1000) if most == 1000 else more)
+    assert small.early() == other.early() and small.shapes()[: small.early()] == other.shapes()[: small.early()]
+    assert set(small.shapes()) - set(other.shapes()) == {
+        s for s in small.shapes() if s.seqs - s.decodes == CROWD_PROMPTS
+    }
+    assert len(set(small.shapes())) == len(small.shapes())
 
 
 def test_large_steps_launched_aside_change_nothing(make):

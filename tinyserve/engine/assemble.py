@@ -227,7 +227,7 @@ def _adapters(config: EngineConfig, parts: Parts, device: Any) -> tuple[Any, Any
 
 def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapted: Any) -> Any:
     """The runner. It comes before the cache: its buffers count as taken."""
-    from ..runner.graphs import Eager, Recorded, Wanted
+    from ..runner.graphs import SMALL_BYTES, Eager, Recorded, Wanted
     from ..runner.runner import Limits, Runner
     from ..sampling.sampler import Sampler
 
@@ -247,7 +247,8 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapte
     graphs: Any = Eager()
     if device.has_graphs and not config.runner.enforce_eager and getattr(parts.model, "recordable", True):
         sizes = config.runner.cudagraph_capture_sizes
-        wanted = Wanted.usual(limits.max_seqs, limits.max_tokens, sizes, adapted=adapted is not None)
+        kinds = {"adapted": adapted is not None, "small": parts.weight_bytes <= SMALL_BYTES}
+        wanted = Wanted.usual(limits.max_seqs, limits.max_tokens, sizes, **kinds)
         graphs = Recorded(device, wanted)
     return Runner(parts.model, sampler, limits, device, graphs, adapted)
 

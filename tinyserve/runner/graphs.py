@@ -6,6 +6,7 @@ holds graphs of some shapes, each for all steps that fit in:
 
     decodes     1 2 4 8 16 24 32 48 ...           every sequence has one token; the next larger graph takes the step
     mixed       (0 | 16 | 64 ... decodes) + (32 .. 512 tokens of at most 8 prompts)
+                of a small model also + (1024 | 2048 tokens of at most 32 prompts)
     adapted     all of these again, where there may be adapters, for steps in which some row wears one
 
 A graph costs 5 to 35 us of host time where its kernels, launched one by one, cost 12 to 29 ms (28 to 36 layers,
@@ -27,8 +28,12 @@ from attrs import evolve, field, frozen
 from ..device import Device, borrowed
 from .batch import Shape, Views
 
-MIXED_TOKENS = 512  # prompt tokens of the largest mixed graph
+MIXED_TOKENS = 512  # prompt tokens of the largest mixed graph of any model
 MIXED_PROMPTS = 8  # sequences in it besides the decodes
+# A device does 2048 tokens of a model with so many bytes sooner than a host launches the kernels one by one, 20 ms.
+SMALL_BYTES = 4 << 30
+CROWD_TOKENS = (1024, 2048)  # prompt tokens of the larger mixed graphs of such a model, for crowds that come at once
+CROWD_PROMPTS = 32  # sequences in them besides the decodes
 FITS = 4096  # steps whose fitting shape is remembered
 
 
@@ -150,7 +155,7 @@ class Wanted:
 
     Args:
         decodes: numbers of sequences of decode steps, ascending.
-        mixed: (decodes, prompt tokens) of mixed steps, ascending.
+        mixed: (decodes, prompt tokens) of mixed steps; those with up to MIXED_TOKENS come first, ascending.
         adapted: whether there are adapters; all shapes are wanted without and with them then.
     """
 
@@ -160,20 +165,33 @@ class Wanted:
 
     @classmethod
     def usual(
-        cls, max_seqs: int, max_tokens: int, decodes: Sequence[int] | None = None, *, adapted: bool = False
+        cls,
+        max_seqs: int,
+        max_tokens: int,
+        decodes: Sequence[int] | None = None,
+        *,
+        adapted: bool = False,
+        small: bool = False,
     ) -> Wanted:
-        """For a runner of so many sequences and tokens; decodes: other sizes than the usual ones."""
+        """For a runner of so many sequences and tokens.
+
+        Args: decodes: other sizes than the usual ones.   small: whether the model has at most SMALL_BYTES.
+        """
         sizes = sorted({size for size in decodes if size <= max_seqs}) if decodes else decode_sizes(max_seqs)
         prompts = [size for size in (32, 64, 128, 256, MIXED_TOKENS) if size <= max_tokens]
         beside = [0, *(size for size in (16, 64, 256) if size in sizes)]
-        return cls(decodes=sizes, mixed=[(some, size) for some in beside for size in prompts], adapted=adapted)
+        mixed = [(some, size) for some in beside for size in prompts]
+        if small:
+            beside += [size for size in sizes[-1:] if size > 256]
+            mixed += [(some, size) for some in beside for size in CROWD_TOKENS if size <= max_tokens]
+        return cls(decodes=sizes, mixed=mixed, adapted=adapted)
 
     def shapes(self) -> list[Shape]:
         """All of them, in the order in which they are recorded: the first ones, large to small, then the others."""
         first = set(first_sizes(self.decodes))
         decodes = [Shape(size, size, size) for size in reversed(self.decodes)]
         mixed = [mixed_shape(*pair) for pair in sorted(self.mixed, key=lambda pair: (-pair[1], -pair[0]))]
-        early = [shape for shape in mixed if not shape.decodes] + [s for s in decodes if s.seqs in first]
+        early = [mixed_shape(*pair) for pair in self._early_mixed()] + [s for s in decodes if s.seqs in first]
         late = [shape for shape in (*mixed, *decodes) if shape not in early]
         if self.adapted:
             early, late = (shapes + [evolve(shape, adapted=True) for shape in shapes] for shapes in (early, late))
@@ -181,13 +199,17 @@ class Wanted:
 
     def early(self) -> int:
         """How many of `shapes` are recorded before anything is served."""
-        once = sum(not decodes for decodes, _ in self.mixed) + len(first_sizes(self.decodes))
-        return once * (1 + self.adapted)
+        return (len(self._early_mixed()) + len(first_sizes(self.decodes))) * (1 + self.adapted)
+
+    def _early_mixed(self) -> list[tuple[int, int]]:
+        """Prompts alone, the longest first."""
+        return sorted(((some, size) for some, size in self.mixed if not some and size <= MIXED_TOKENS), reverse=True)
 
 
 def mixed_shape(decodes: int, tokens: int) -> Shape:
     """So many decodes beside so many prompt tokens."""
-    return Shape(decodes + tokens, decodes + MIXED_PROMPTS, decodes)
+    prompts = MIXED_PROMPTS if tokens <= MIXED_TOKENS else CROWD_PROMPTS
+    return Shape(decodes + tokens, decodes + prompts, decodes)
 
 
 class Recorded:
@@ -226,9 +248,14 @@ class Recorded:
             options = [Shape(size, size, size, shape.adapted) for size in sizes]
         else:
             prompts, tokens = shape.seqs - shape.decodes, shape.tokens - shape.decodes
-            fits = prompts <= MIXED_PROMPTS
-            pairs = (pair for pair in self._wanted.mixed if fits and pair[0] >= shape.decodes and pair[1] >= tokens)
-            options = [evolve(mixed_shape(*pair), adapted=shape.adapted) for pair in pairs]
+            every = (evolve(mixed_shape(*pair), adapted=shape.adapted) for pair in self._wanted.mixed)
+            options = [
+                one
+                for one in every
+                if one.decodes >= shape.decodes
+                and one.tokens - one.decodes >= tokens
+                and one.seqs - one.decodes >= prompts
+            ]
         return next((option for option in options if option in self._graphs), shape)
 
     def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:

@@ -35,7 +35,7 @@ from ..sampling.sampler import GrammarMask, Sampler
 from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs, Tokens
 from .batch import Batch, BatchBuilder, Shape, Views
 from .flight import Flight, pass_on
-from .graphs import MIXED_PROMPTS, MIXED_TOKENS, Computed, Eager, Graphs
+from .graphs import Computed, Eager, Graphs
 from .hands import Hands, done
 from .pooled import pooled, wanted
 from .scored import score, scored
@@ -142,8 +142,8 @@ class Runner:
         self.limits = limits
         self.rows = Rows(limits.rows, limits.max_model_len, limits.groups, limits.block_size, device.torch)
         ring, tokens, seqs = limits.depth + 1, limits.max_tokens, limits.max_seqs
-        if not isinstance(self.graphs, Eager):  # room for the padding of a mixed graph
-            tokens, seqs = max(tokens, seqs + MIXED_TOKENS), seqs + MIXED_PROMPTS
+        for shape in self.graphs.shapes():  # room for padding
+            tokens, seqs = max(tokens, shape.tokens), max(seqs, shape.seqs)
         self.adapters.reserve(tokens)
         self.batches = BatchBuilder(self.rows, sampler.table, tokens, seqs, device, ring)
         self._events = [device.event() for _ in range(ring)]

@@ -23,7 +23,7 @@ from ..kernels.launch import Loading, noting
 from ..step import RowParams, SeqSlice, SlotOpening, StepInput, StepOutput
 from .batch import Shape
 from .foundry import Compilers
-from .graphs import decode_sizes
+from .graphs import MIXED_TOKENS, decode_sizes
 from .runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -101,8 +101,11 @@ def every_step(runner: Runner) -> None:
     _all_kinds(runner)
     worn = (False, True) if runner.adapters.places else (False,)
     decodes = [Shape(size, size, size, adapted) for size in decode_sizes(runner.limits.max_seqs) for adapted in worn]
-    for shape in runner.graphs.shapes() or decodes:
-        runner.try_shape(shape)
+    shapes = runner.graphs.shapes() or decodes
+    most = max(shape.decodes for shape in shapes)
+    for shape in shapes:  # what large mixed ones launch follows from the kinds of their two halves
+        if shape.tokens - shape.decodes <= MIXED_TOKENS or shape.decodes in (0, most):
+            runner.try_shape(shape)
     runner.batches.follow()
 
 
