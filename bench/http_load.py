@@ -34,7 +34,8 @@ from tinyserve.server.serve import Server, open_socket
 
 LAG = "event_loop_lag_seconds_bucket"
 INPUT = 100  # tokens of a prompt
-OUTPUT = {64: 384, 256: 256, 1000: 128}  # tokens of an answer: some seconds of work for an H200
+SHORTEST, LONGEST = 128, 1024  # tokens of an answer
+SECONDS = 3.0  # that the engine alone is to take: an answer is as long as that makes it
 IDS = 10_001
 
 
@@ -43,14 +44,15 @@ def settings(model: str, options: argparse.Namespace) -> config.EngineConfig:
     given: dict[str, Any] = {"model": model, "port": 0, "max_num_seqs": max(options.concurrency)}
     if options.models is not None:
         given |= {"model": str(options.models / model), "load_format": "dummy", "served_model_name": (model,)}
-    longest = INPUT + max(length(count, options) for count in options.concurrency)
+    longest = INPUT + (options.output_len or LONGEST)
     quiet = {"disable_log_stats": True, "use_tqdm_on_load": False, "enable_prefix_caching": False}
     return config.build({**given, **quiet, "max_model_len": longest + 8})
 
 
-def length(count: int, options: argparse.Namespace) -> int:
-    """Tokens of an answer when there are `count` together."""
-    return options.output_len or OUTPUT.get(count, 128)
+def length(rate: float, count: int, options: argparse.Namespace) -> int:
+    """Tokens of an answer when there are `count` together, and all of them make `rate` tokens a second."""
+    wanted = round(rate * SECONDS / count / 64) * 64
+    return options.output_len or min(max(wanted, SHORTEST), LONGEST)
 
 
 def lags(engine: Engine) -> dict[float, float]:
@@ -86,10 +88,11 @@ async def over_http(address: str, count: int, tokens: int) -> dict[str, Any]:
         return json.loads(file.read_text())
 
 
-async def load(engine: Engine, address: str, count: int, tokens: int) -> dict[str, Any]:
+async def load(engine: Engine, address: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
     """One row: the engine alone, then the server."""
     ids = min(engine.machine.vocab_size, IDS)
-    await measure(engine, Work.random(count, INPUT, 16, ids=ids, stream=False))
+    warm = await measure(engine, Work.random(count, INPUT, options.output_len or 64, ids=ids, stream=False))
+    tokens = length(warm.output_rate, count, options)
     await asyncio.sleep(1)  # in which graphs are recorded
     alone = await measure(engine, Work.random(count, INPUT, tokens, ids=ids, stream=False))
     before, began = lags(engine), time.process_time()
@@ -124,7 +127,7 @@ async def run(model: str, options: argparse.Namespace) -> dict[str, Any]:
     try:
         await asyncio.sleep(options.idle)
         for count in options.concurrency:
-            rows[str(count)] = row = await load(engine, server.address, count, length(count, options))
+            rows[str(count)] = row = await load(engine, server.address, count, options)
             print(f"{count:>5} streams: {json.dumps(row)}", flush=True)
     finally:
         await server.stop()
@@ -138,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1000])
-    parser.add_argument("--output-len", type=int, help="tokens of an answer [chosen by the number of streams]")
+    parser.add_argument("--output-len", type=int, help="tokens of an answer [some seconds of work]")
     parser.add_argument("--idle", type=float, default=3.0, help="seconds after the start, in which graphs are recorded")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)

@@ -18,6 +18,7 @@ import ssl
 import time
 from pathlib import Path
 
+import anyio
 from hypercorn.config import Config
 
 from ..config import ServerOptions
@@ -85,6 +86,8 @@ class Server:
     async def start(self) -> None:
         """Begin to answer, with 503 until `service.engine` is set."""
         self._bound.listen(BACKLOG)  # from here on clients may connect; they are answered a moment later
+        with anyio.fail_after(1):
+            pass  # anyio imports what it needs on this kind of loop, 20 ms that the first request would wait for
         settings = hypercorn_config(self.service.config.server, self._certificates)
         if self._certificates is not None:
             self._watch = asyncio.create_task(self._certificates.watch(), name="tinyserve-tls")
