@@ -1,9 +1,11 @@
 """Latent attention over pages, kernel and reference, against keys and values written out for every head."""
 
+import re
+
 import pytest
 import torch
 
-from tests.kernels.harness import assert_close, nan_like, randn
+from tests.kernels.harness import assert_close, compile_only, nan_like, randn
 from tests.kernels.test_attention_decode import fill_pages
 from tinyserve.kernels import attention_latent as module
 
@@ -93,6 +95,34 @@ def test_more_than_2_to_the_31_elements(device):
     )
 
     assert torch.equal(first, second)
+
+
+def test_rotated_parts_go_to_the_matrix_unit_from_registers():
+    """Breaks if Triton stores them to shared memory, where the fence comes too late: see the module."""
+    with compile_only("sm_90") as built:
+        next(compile_cases())()
+    products = [line for line in built[0].kernel.asm["ttgir"].splitlines() if " ttng.warp_group_dot " in line]
+
+    first = [re.search(r" : (\S+)<(\w+),", line).groups() for line in products]
+    assert first == [("!ttg.memdesc", "64x512xbf16"), ("tensor", "64x64xbf16"), ("!ttg.memdesc", "512x64xbf16")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_many_tiles_at_once(device, half):
+    """The sizes of DeepSeek-V2-Lite on a full device, 27 tiles a program, 30 times: equal bits, and right.
+
+    Breaks if a tile is read before it is there, or overwritten while it is read.
+    """
+    lengths = [[1700 - sequence] for sequence in range(132)]
+    arguments, latents = inputs(half, device, lengths, 16, 512, 64, 64)
+    options = {"scale": 0.05, "max_seq_len": 1700}
+    out = module.attention_latent(*arguments, **options)
+
+    again = [module.attention_latent(*arguments, **options) for _ in range(30)]
+
+    assert all(torch.equal(one, out) for one in again)
+    assert_close(out, expected(arguments, latents, 0.05), scale=2)
 
 
 def compile_cases():

@@ -9,9 +9,11 @@ Both products are taken the other way round, keys by heads and latent numbers by
 wide side of the matrix instruction, which on Hopper reads it from shared memory: no register ever holds it, nor the
 queries. The denominators stay apart by key until the end, one reduction across warps a tile less.
 
-Hopper's shared memory holds two tiles beside the queries. With two, Triton asks for the next one only behind the last
-product of a tile, so that loads and products take turns: 65 % of the memory's speed. Carrying the rotated parts in
-registers makes room for three tiles and gave 73 %, but wrong numbers on the device, for a reason that is not known yet.
+Hopper's shared memory holds two tiles beside the queries, or three without the rotated parts. With two, Triton asks for
+the next one only behind the last product of a tile, so that loads and products take turns. So the rotated parts are
+carried in registers, one tile ahead. They must also go to the matrix unit from there: were they the loop's variable or
+a load, Triton 3.6 would store them to shared memory first, and put the fence that the matrix unit's reads need behind
+the barrier and not before it, which gave wrong numbers. A selection in between prevents that.
 
 Each query token is one row of work with its own table and length, so a decode, a chunk of a prompt and a mixed batch
 are one case: the token at position p sees p + 1 keys. One program = (tile of heads, split of the keys, token). Splits,
@@ -88,6 +90,7 @@ def load_latents(
     BLOCK: tl.constexpr,  # a power of two, at least WIDTH
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    MASKED: tl.constexpr = True,  # False: what lies at and behind `end` may be anything
 ):
     """[TILE, BLOCK] numbers of TILE positions."""
     row = tl.arange(0, TILE)
@@ -96,7 +99,13 @@ def load_latents(
         place = cache_ptr + pages.to(tl.int64) * block_stride + (key % PAGE + row)[:, None] * STRIDE + column[None, :]
     else:
         place = (cache_ptr + pages.to(tl.int64) * block_stride + (row % PAGE) * STRIDE)[:, None] + column[None, :]
-    return tl.load(place, mask=(key + row < end)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    if MASKED:
+        tile = tl.load(place, mask=(key + row < end)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    elif WIDTH == BLOCK:
+        tile = tl.load(place)
+    else:
+        tile = tl.load(place, mask=(column < WIDTH)[None, :], other=0.0)
+    return tile
 
 
 # A slice that begins anywhere in a buffer must not make a new variant.
@@ -143,6 +152,7 @@ def _attention_latent_kernel(
     real = (head < HQ)[:, None] & (column < C)[None, :]
 
     length = tl.load(lens_ptr + token)
+    row = tl.load(rows_ptr + token).to(tl.int64)
     share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
     begin = split * share
     end = tl.minimum(begin + share, length)
@@ -161,15 +171,19 @@ def _attention_latent_kernel(
     peak = tl.full([ROWS], LOWEST, tl.float32)
     totals = tl.zeros([TILE, ROWS], tl.float32)
 
-    tables_ptr += tl.load(rows_ptr + token).to(tl.int64) * table_stride
+    tables_ptr += row * table_stride
     pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
+    pe = load_latents(cache_ptr + C, pages, begin, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE, False)
     for key in tl.range(begin, end, TILE, num_stages=STAGES):
-        pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
+        ahead = key + TILE
+        pages_ahead = pages_of(tables_ptr, ahead, end, PAGE, TILE)
         c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE).to(q_c.dtype)
-        pe = load_latents(cache_ptr + C, pages, key, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE).to(q_c.dtype)
         logits = tl.dot(c, tl.trans(q_c), input_precision="ieee")
-        logits = tl.dot(pe, tl.trans(q_pe), logits, input_precision="ieee") * scale
-        logits = tl.where((key + tl.arange(0, TILE) < end)[:, None], logits, float("-inf"))
+        inside = (key + tl.arange(0, TILE) < end)[:, None]
+        now = tl.where(inside, pe.to(q_c.dtype), 0.0)  # so that it stays in registers
+        pe = load_latents(cache_ptr + C, pages_ahead, ahead, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE, False)
+        logits = tl.dot(now, tl.trans(q_pe), logits, input_precision="ieee") * scale
+        logits = tl.where(inside, logits, float("-inf"))
         higher = tl.maximum(peak, tl.max(logits, axis=0))
         weight = tl.exp2(logits - higher[None, :])
         shrink = tl.exp2(peak - higher)
@@ -303,16 +317,15 @@ def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]
     wide = heads >= 64 and half
     rows = 32 if wide else 16
     block_c, block_p = max(16, next_power_of_2(width)), max(16, next_power_of_2(rotary))
-    room = (device.shared - 4096) // ((block_c + block_p) * size)
     spare = 0 if half and device.arch == 90 else 1  # Hopper's tensor cores read a tile while the next ones arrive
     sizes = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
     if half and device.arch // 10 == 10:  # Blackwell's want copies of their own
         sizes = sizes[2:]
-    tile, stages = next(
-        (tile, stages)
-        for tile, stages in sizes
-        if rows + max(stages - spare, 1) * tile <= room or (tile, stages) == sizes[-1]
-    )
+
+    def taken(tile: int, stages: int) -> int:
+        return (max(stages - spare, 1) * tile * block_c + tile * block_p + rows * (block_c + block_p)) * size
+
+    tile, stages = next(one for one in sizes if taken(*one) <= device.shared - 4096 or one == sizes[-1])
     default = {
         "ROWS": rows,
         "BLOCK_C": block_c,
