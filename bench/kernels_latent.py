@@ -100,9 +100,11 @@ def variants(case: Case) -> Iterator[dict]:
                 yield {"BLOCK_M": rows, "TILE": tile, "STAGES": stages, "num_warps": warps}
     if case.kernel != "attention_latent":
         return
-    for row in (16,) if case.tags["heads"] == 16 else (32, 64):
-        for tile, stages, warps in ((64, 2, 4), (64, 2, 8), (32, 2, 4), (32, 3, 4), (32, 4, 8)):
-            yield {"ROWS": row, "TILE": tile, "STAGES": stages, "num_warps": warps}
+    few = case.tags["heads"] == 16
+    for wide in (True, False) if few else (False,):
+        for row, tile, stages, warps in ((16, 64, 3, 4), (16, 64, 3, 8), (32, 64, 3, 8), (64, 64, 2, 8)):
+            if few == (row == 16):
+                yield {"LATENTS_WIDE": wide, "ROWS": row, "TILE": tile, "STAGES": stages, "num_warps": warps}
 
 
 @contextlib.contextmanager

@@ -53,6 +53,17 @@ def test_latent_attention_is_a_softmax_over_latents(device, dtype, implementatio
     assert torch.equal(out, call(*arguments, scale=0.1, max_seq_len=256))
 
 
+@pytest.mark.parametrize("lengths, heads, width, rotary, page", CASES)
+def test_latents_may_be_the_wide_side_of_the_products(device, monkeypatch, lengths, heads, width, rotary, page):
+    """As few heads are computed on Hopper; breaks if a pair of rotated numbers is taken apart wrongly."""
+    monkeypatch.setattr(module, "choose", lambda _kernel, _tensor, default, **_: default | {"LATENTS_WIDE": True})
+    arguments, latents = inputs(torch.float16, device, lengths, heads, width, rotary, page)
+
+    out = module.attention_latent(*arguments, scale=0.1, max_seq_len=256)
+
+    assert_close(out, expected(arguments, latents, 0.1), scale=2)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 16])
 def test_the_number_of_splits_does_not_show(device, monkeypatch, splits):
     """Breaks if a split takes a key twice or loses one, or if an empty split counts."""
@@ -98,7 +109,7 @@ def test_more_than_2_to_the_31_elements(device):
 
 
 def test_rotated_parts_go_to_the_matrix_unit_from_registers():
-    """Breaks if Triton stores them to shared memory, where the fence comes too late: see the module."""
+    """Breaks if Triton stores them to shared memory, where a fence is missing: see the module."""
     with compile_only("sm_90") as built:
         next(compile_cases())()
     products = [line for line in built[0].kernel.asm["ttgir"].splitlines() if " ttng.warp_group_dot " in line]
@@ -108,14 +119,14 @@ def test_rotated_parts_go_to_the_matrix_unit_from_registers():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_many_tiles_at_once(device, half):
-    """The sizes of DeepSeek-V2-Lite on a full device, 27 tiles a program, 30 times: equal bits, and right.
+@pytest.mark.parametrize("half, heads", [(torch.bfloat16, 16), (torch.float16, 16), (torch.bfloat16, 128)])
+def test_many_tiles_at_once(device, half, heads):
+    """The sizes of DeepSeek-V2-Lite and V3 on a full device, 27 tiles a program, 30 times: equal bits, and right.
 
     Breaks if a tile is read before it is there, or overwritten while it is read.
     """
     lengths = [[1700 - sequence] for sequence in range(132)]
-    arguments, latents = inputs(half, device, lengths, 16, 512, 64, 64)
+    arguments, latents = inputs(half, device, lengths, heads, 512, 64, 64)
     options = {"scale": 0.05, "max_seq_len": 1700}
     out = module.attention_latent(*arguments, **options)
 

@@ -5,15 +5,16 @@ A key is W_k c and a value W_v c of one latent c that all heads share, so W_k mo
 one kv head, and the tile of latents that was the key is the value, too: it is loaded once. 2·Hq·(2 C + P) operations a
 position on (C + P)·2 bytes: with 128 heads, tensor cores and memory are busy alike.
 
-Both products are taken the other way round, keys by heads and latent numbers by heads. So the tile of latents is the
-wide side of the matrix instruction, which on Hopper reads it from shared memory: no register ever holds it, nor the
-queries. The denominators stay apart by key until the end, one reduction across warps a tile less.
-
-Hopper's shared memory holds two tiles beside the queries, or three without the rotated parts. With two, Triton asks for
-the next one only behind the last product of a tile, so that loads and products take turns. So the rotated parts are
-carried in registers, one tile ahead. They must also go to the matrix unit from there: were they the loop's variable or
-a load, Triton 3.6 would store them to shared memory first, and put the fence that the matrix unit's reads need behind
-the barrier and not before it, which gave wrong numbers. A selection in between prevents that.
+As the products are written, heads are the rows: heads by keys, then heads by latent numbers. From 64 heads on they fill
+Hopper's matrix instruction. With fewer, both products are taken the other way round there, keys by heads and latent
+numbers by heads, so that the tile of latents is the wide side, which the instruction reads from shared memory: no
+register ever holds it, nor the queries. The denominators stay apart by key until the end, one reduction across warps a
+tile less. Three tiles must lie in shared memory then, because with two Triton asks for the next one only behind the
+last product of a tile, and loads and products take turns. Three fit without the rotated parts, which are therefore
+carried in registers, one tile ahead: as pairs, since Triton carries single 16-bit numbers in a register each and
+takes them apart as soon as they come, which waits for them. They also reach the matrix unit from registers. Stored to
+shared memory first, Triton 3.6 puts the fence that the unit's reads need behind the barrier and not before it, and the
+numbers were wrong on the device; the unpacking in between prevents that.
 
 Each query token is one row of work with its own table and length, so a decode, a chunk of a prompt and a mixed batch
 are one case: the token at position p sees p + 1 keys. One program = (tile of heads, split of the keys, token). Splits,
@@ -108,6 +109,68 @@ def load_latents(
     return tile
 
 
+@triton.jit
+def _heads_by_keys(
+    q_c, q_pe, cache_ptr, tables_ptr, begin, end, block_stride, scale, C: tl.constexpr, P: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys [begin, end): the weighed sum of latents [ROWS, BLOCK_C], and peak and denominator of each head."""
+    acc = tl.zeros([q_c.shape[0], BLOCK_C], tl.float32)
+    peak = tl.full([q_c.shape[0]], LOWEST, tl.float32)
+    total = tl.zeros([q_c.shape[0]], tl.float32)
+    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
+    for key in tl.range(begin, end, TILE, num_stages=STAGES):
+        pages_ahead = pages_of(tables_ptr, key + TILE, end, PAGE, TILE)
+        c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE).to(q_c.dtype)
+        pe = load_latents(cache_ptr + C, pages, key, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE).to(q_c.dtype)
+        logits = tl.dot(q_c, tl.trans(c), input_precision="ieee")
+        logits = tl.dot(q_pe, tl.trans(pe), logits, input_precision="ieee") * scale
+        logits = tl.where((key + tl.arange(0, TILE) < end)[None, :], logits, float("-inf"))
+        higher = tl.maximum(peak, tl.max(logits, axis=1))
+        weight = tl.exp2(logits - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        acc = tl.dot(weight.to(c.dtype), c, acc * shrink[:, None], input_precision="ieee")
+        peak, total = higher, total * shrink + tl.sum(weight, axis=1)
+        pages = pages_ahead
+    return acc, peak, total
+
+
+@triton.jit
+def _keys_by_heads(
+    q_c, q_pe, cache_ptr, tables_ptr, begin, end, block_stride, scale, C: tl.constexpr, P: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_heads_by_keys`, by products with the tile of latents on the wide side; of 16-bit numbers, C and P even."""
+    acc = tl.zeros([BLOCK_C, q_c.shape[0]], tl.float32)
+    peak = tl.full([q_c.shape[0]], LOWEST, tl.float32)
+    totals = tl.zeros([TILE, q_c.shape[0]], tl.float32)
+    pairs_ptr = (cache_ptr + C).to(tl.pointer_type(tl.int32), bitcast=True)
+    HALF: tl.constexpr = (C + P) // 2
+    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
+    pairs = load_latents(pairs_ptr, pages, begin, end, block_stride // 2, HALF, P // 2, BLOCK_P // 2, PAGE, TILE, False)
+    for key in tl.range(begin, end, TILE, num_stages=STAGES):
+        ahead = key + TILE
+        pages_ahead = pages_of(tables_ptr, ahead, end, PAGE, TILE)
+        c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE)
+        logits = tl.dot(c, tl.trans(q_c), input_precision="ieee")
+        low = (pairs & 0xFFFF).to(tl.int16).to(q_c.dtype, bitcast=True)
+        high = (pairs >> 16).to(tl.int16).to(q_c.dtype, bitcast=True)
+        pe = tl.reshape(tl.join(low, high), [TILE, BLOCK_P])
+        pairs = load_latents(
+            pairs_ptr, pages_ahead, ahead, end, block_stride // 2, HALF, P // 2, BLOCK_P // 2, PAGE, TILE, False
+        )
+        logits = tl.dot(pe, tl.trans(q_pe), logits, input_precision="ieee") * scale
+        logits = tl.where((key + tl.arange(0, TILE) < end)[:, None], logits, float("-inf"))
+        higher = tl.maximum(peak, tl.max(logits, axis=0))
+        weight = tl.exp2(logits - higher[None, :])
+        shrink = tl.exp2(peak - higher)
+        acc = tl.dot(tl.trans(c), weight.to(c.dtype), acc * shrink[None, :], input_precision="ieee")
+        totals = totals * shrink[None, :] + weight
+        peak = higher
+        pages = pages_ahead
+    return tl.trans(acc), peak, tl.sum(totals, axis=0)
+
+
 # A slice that begins anywhere in a buffer must not make a new variant.
 @triton.jit(do_not_specialize_on_alignment=["tables_ptr", "rows_ptr", "lens_ptr"])
 def _attention_latent_kernel(
@@ -139,6 +202,7 @@ def _attention_latent_kernel(
     BLOCK_P: tl.constexpr,  # a power of two, at least P and 16
     TILE: tl.constexpr,  # keys of one step; a power of two
     STAGES: tl.constexpr,
+    LATENTS_WIDE: tl.constexpr,  # keys by heads, else heads by keys
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -167,33 +231,12 @@ def _attention_latent_kernel(
     q_c = tl.load(q_c_place, mask=real, other=0.0)
     q_pe_place = q_pe_ptr + token * q_pe_stride + head[:, None] * q_pe_head_stride + turning[None, :]
     q_pe = tl.load(q_pe_place, mask=(head < HQ)[:, None] & (turning < P)[None, :], other=0.0)
-    acc = tl.zeros([BLOCK_C, ROWS], tl.float32)
-    peak = tl.full([ROWS], LOWEST, tl.float32)
-    totals = tl.zeros([TILE, ROWS], tl.float32)
-
     tables_ptr += row * table_stride
-    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
-    pe = load_latents(cache_ptr + C, pages, begin, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE, False)
-    for key in tl.range(begin, end, TILE, num_stages=STAGES):
-        ahead = key + TILE
-        pages_ahead = pages_of(tables_ptr, ahead, end, PAGE, TILE)
-        c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE).to(q_c.dtype)
-        logits = tl.dot(c, tl.trans(q_c), input_precision="ieee")
-        inside = (key + tl.arange(0, TILE) < end)[:, None]
-        now = tl.where(inside, pe.to(q_c.dtype), 0.0)  # so that it stays in registers
-        pe = load_latents(cache_ptr + C, pages_ahead, ahead, end, block_stride, C + P, P, BLOCK_P, PAGE, TILE, False)
-        logits = tl.dot(now, tl.trans(q_pe), logits, input_precision="ieee") * scale
-        logits = tl.where(inside, logits, float("-inf"))
-        higher = tl.maximum(peak, tl.max(logits, axis=0))
-        weight = tl.exp2(logits - higher[None, :])
-        shrink = tl.exp2(peak - higher)
-        acc = tl.dot(tl.trans(c), weight.to(c.dtype), acc * shrink[None, :], input_precision="ieee")
-        totals = totals * shrink[None, :] + weight
-        peak = higher
-        pages = pages_ahead
-
-    total = tl.sum(totals, axis=0)
-    averaged = tl.trans(acc / tl.where(total == 0.0, 1.0, total)[None, :])
+    attend: tl.constexpr = _keys_by_heads if LATENTS_WIDE else _heads_by_keys
+    acc, peak, total = attend(
+        q_c, q_pe, cache_ptr, tables_ptr, begin, end, block_stride, scale, C, P, PAGE, BLOCK_C, BLOCK_P, TILE, STAGES
+    )
+    averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if LSE:
         tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=head < HQ)
     if SPLIT:
@@ -252,7 +295,7 @@ def _launch(queries, where, results, scale: float, max_seq_len: int) -> None:
     q_c, q_pe = queries
     cache, block_tables = where[:2]
     tokens, heads, width = q_c.shape
-    options = _options(q_c, q_pe.shape[2], max_seq_len)
+    options = _options(q_c, cache, max_seq_len)
     tiles = cdiv(heads, options["ROWS"])
     splits = count_splits(tokens * tiles, max_seq_len, options["TILE"])
     target, lse = out, out if total is None else total
@@ -307,23 +350,22 @@ def _check(q_c, q_pe, cache, block_tables, rows, lens, out) -> None:
         raise ValueError(f"attention_latent: {tokens} tokens need a row and a length each, and tables with dense rows")
 
 
-def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]:
+def _options(q_c: torch.Tensor, cache: torch.Tensor, max_seq_len: int) -> dict[str, int]:
     """Block sizes: measured ones, or the largest tile whose pipeline fits into the device's shared memory."""
     tokens, heads, width = q_c.shape
+    rotary = cache.shape[3] - width
     device, size = launch.facts(q_c.device), q_c.element_size()
-    # Twice the heads of a tile halve what is read from L2. 64 fill Hopper's tensor cores: a row of a tuned file may
-    # choose them.
     half = size == 2 and device.backend == "cuda"
-    wide = heads >= 64 and half
-    rows = 32 if wide else 16
+    hopper = half and device.arch == 90
+    wide = hopper and heads < 64 and cache.dtype == q_c.dtype and width % 2 == rotary % 2 == 0
+    rows = 16 if heads < 64 or not half else 64 if hopper else 32
     block_c, block_p = max(16, next_power_of_2(width)), max(16, next_power_of_2(rotary))
-    spare = 0 if half and device.arch == 90 else 1  # Hopper's tensor cores read a tile while the next ones arrive
     sizes = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
-    if half and device.arch // 10 == 10:  # Blackwell's want copies of their own
-        sizes = sizes[2:]
 
     def taken(tile: int, stages: int) -> int:
-        return (max(stages - spare, 1) * tile * block_c + tile * block_p + rows * (block_c + block_p)) * size
+        """Bytes: Hopper's matrix unit reads a tile while the next ones arrive, which takes one more."""
+        tiles = tile * (stages if wide or (hopper and rows == 64) else max(stages - 1, 1))
+        return (tiles * block_c + (tile if wide else tiles) * block_p + rows * (block_c + block_p)) * size
 
     tile, stages = next(one for one in sizes if taken(*one) <= device.shared - 4096 or one == sizes[-1])
     default = {
@@ -332,6 +374,7 @@ def _options(q_c: torch.Tensor, rotary: int, max_seq_len: int) -> dict[str, int]
         "BLOCK_P": block_p,
         "TILE": tile,
         "STAGES": stages,
-        "num_warps": 8 if wide else 4,
+        "LATENTS_WIDE": wide,
+        "num_warps": 4 if rows == 16 else 8,
     }
     return choose("attention_latent", q_c, default, heads=heads, width=width, tokens=tokens, max_seq_len=max_seq_len)

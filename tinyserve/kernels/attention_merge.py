@@ -312,7 +312,7 @@ def _launch(parts, where, sinks, out, grid, numbers, constants) -> None:
     heads, head_dim = out.shape[1:]
     block_d, ragged = next_power_of_2(head_dim), constants["K"] == 0
     count = constants["K"] or 32
-    while not ragged and block_d > 64 and CHUNK // block_d < count:  # latents are wide: more programs, fewer turns
+    while not ragged and block_d > 32 and CHUNK // block_d < count:  # latents are wide: more programs, fewer turns
         block_d //= 2
     default = {
         "ROWS": 4 if ragged and grid[1] >= 8 else 1,  # of a cut, few programs have anything to do
