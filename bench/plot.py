@@ -36,7 +36,7 @@ def draw(found: dict, file: Path) -> None:
     """Write the picture of the rows that were measured."""
     from matplotlib.figure import Figure
 
-    names = [name for name in ROWS if name in found]
+    names = [name for name in ROWS if name in found and ROWS[name].peer]
     figure = Figure(figsize=(9, 1.2 + 0.62 * len(names)), layout="constrained")
     axes = figure.subplots()
     for place, name in enumerate(reversed(names)):
