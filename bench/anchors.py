@@ -7,7 +7,8 @@ Weights are random numbers of the right shapes, prompts random ids (seed 0), end
 says otherwise, prefix caching off. Each row is run once to warm up, then `--runs` times; the median counts. A row of
 milliseconds is the decode pace of the sequence that started last, when all run together: (its last token's time - its
 first token's) / (its tokens - 1). A row of tokens a second is everything from the first submission to the last token,
-read as LLM.generate reads: each answer once, when it is complete. Ids are not turned into text, because these models
+read as LLM.generate reads: each answer once, when it is complete. The engine is that of an LLM: its steps
+have up to 16384 tokens. Ids are not turned into text, because these models
 have no tokenizer.
 
 Floors are bytes over 4.3 TB/s or operations over 790 TFLOP/s; peer figures are of vLLM 0.25.1 on the same kind of
@@ -246,7 +247,7 @@ async def run_model(folder: Path, model: str, rows: dict[str, Row], options) -> 
     from tinyserve.engine.engine import Engine
 
     began = time.perf_counter()
-    engine = await Engine.start(config(folder, model, list(rows.values()), options.budget))
+    engine = await Engine.start(config(folder, model, list(rows.values()), options.budget), offline=True)
     ready = time.perf_counter() - began
     print(f"{model}: ready after {ready:.2f} s\n  {engine.machine.report}", flush=True)
     clock, found = Clock(engine.machine), {}

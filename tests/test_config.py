@@ -75,13 +75,16 @@ def test_the_context_may_be_automatic():
 
 
 def test_resolving_fills_every_number_that_depends_on_the_device():
-    """Depth 1 on the CPU and 2 on a GPU; an H200 (>= 70 GiB) gets 8192 tokens and 1024 sequences a step."""
+    """Depth 1 on the CPU and 2 on a GPU; an H200 (>= 70 GiB) gets 8192 tokens and 1024 sequences a step, and 16384 when
+    nobody reads along."""
     cpu = config.build({}).resolve("cpu")
     gpu = config.build({}).resolve("cuda", 141 * 1024**3)
 
     assert (cpu.scheduler.depth, cpu.cache.block_size) == (1, 32)
     assert (gpu.scheduler.depth, gpu.cache.block_size) == (2, 64)
     assert (gpu.scheduler.max_num_batched_tokens, gpu.scheduler.max_num_seqs) == (8192, 1024)
+    assert config.build({}).resolve("cuda", 141 * 1024**3, offline=True).scheduler.max_num_batched_tokens == 16384
+    assert config.build({}).resolve("cpu", offline=True) == cpu
 
 
 def test_resolving_keeps_what_the_user_chose():

@@ -225,17 +225,19 @@ class EngineConfig:
             if broken:
                 raise ConfigError(message)
 
-    def resolve(self, device: str, memory_bytes: int = 0) -> "EngineConfig":
+    def resolve(self, device: str, memory_bytes: int = 0, *, offline: bool = False) -> "EngineConfig":
         """Fill what is None and depends on the device alone.
 
         Args: device: torch's name of its kind ("cpu", "cuda", "xpu").   memory_bytes: of the device, 0 if unknown.
+            offline: nobody reads along, so that a step may last twice as long for the sake of the whole.
         Returns: a config whose block_size, max_num_batched_tokens, max_num_seqs and depth are numbers.
         """
         gpu, large = device != "cpu", memory_bytes >= 70 * 1024**3
         s = self.scheduler
         seqs = s.max_num_seqs or (1024 if large else 256 if gpu else 64)
         # a CPU step of 512 prompt tokens already takes tenths of a second, which is what a running stream then waits
-        tokens = s.max_num_batched_tokens or max(8192 if large else 2048 if gpu else 512, seqs)
+        usual = 8192 * (1 + offline) if large else 2048 if gpu else 512
+        tokens = s.max_num_batched_tokens or max(usual, seqs)
         if s.max_num_seqs is None:
             seqs = min(seqs, tokens)
         return evolve(

@@ -87,7 +87,7 @@ async def run(kind: str, options: argparse.Namespace, config: EngineConfig) -> d
     from ..engine.engine import Engine
 
     began = time.monotonic()
-    engine = await Engine.start(config)
+    engine = await Engine.start(config, offline=kind == "throughput")
     ready = time.monotonic() - began
     try:
         asked = work(options, engine, stream=kind == "latency")

@@ -96,10 +96,12 @@ def open_foundry(config: EngineConfig) -> Compilers:
     return foundry
 
 
-def assemble(config: EngineConfig, parts: Parts, phases: Phases, foundry: Compilers | None = None) -> Machine:
+def assemble(
+    config: EngineConfig, parts: Parts, phases: Phases, foundry: Compilers | None = None, offline: bool = False
+) -> Machine:
     """Size the cache for the device's memory and build storage, scheduler, sampler and runner.
 
-    Args: foundry: as of `open_foundry`; None: kernels are compiled by threads.
+    Args: foundry: as of `open_foundry`; None: kernels are compiled by threads.   offline: see EngineConfig.resolve.
     Raises: ConfigError: the cache cannot hold what is asked.
     """
     with phases("import"):
@@ -110,7 +112,7 @@ def assemble(config: EngineConfig, parts: Parts, phases: Phases, foundry: Compil
         from ..runner.warmup import warm_up
 
     device = parts.device or Device.pick(config.model.device)
-    config = config.resolve(device.kind, device.memory().total_bytes)
+    config = config.resolve(device.kind, device.memory().total_bytes, offline=offline)
     options, layers = config.scheduler, parts.model.kv_layers()
     groups = group_layers(layers)
     with phases("runner"):

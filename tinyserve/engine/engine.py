@@ -90,10 +90,18 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, parts: Parts | None = None, machine: Machine | None = None) -> Engine:
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        parts: Parts | None = None,
+        machine: Machine | None = None,
+        offline: bool = False,
+    ) -> Engine:
         """Load the model in a worker thread and start the loop.
 
         Args: parts, machine: ready-made ones instead of those that `config` describes.
+            offline: see EngineConfig.resolve.
         Raises: ConfigError, CheckpointError. When cancelled, loading ends at the next tensor.
         """
         phases = Phases()
@@ -102,7 +110,7 @@ class Engine:
                 with contextlib.closing(await in_own_thread("foundry", open_foundry, config)) as foundry:
                     if parts is None:
                         parts = await in_own_thread("load", load_parts, config, phases)
-                    machine = await in_own_thread("assemble", assemble, config, parts, phases, foundry)
+                    machine = await in_own_thread("assemble", assemble, config, parts, phases, foundry, offline)
         except asyncio.CancelledError:
             phases.stop()  # the thread cannot be interrupted, but it looks now and then
             raise

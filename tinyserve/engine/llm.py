@@ -97,7 +97,8 @@ class LLM:
         config = build({"model": model, "disable_log_stats": True, **options})
         self._background = Background()
         try:
-            self._background.engine = self._background.run(Engine.start(config, parts=parts, machine=machine))
+            starting = Engine.start(config, parts=parts, machine=machine, offline=True)
+            self._background.engine = self._background.run(starting)
         except BaseException:
             self._background.close()
             raise
