@@ -19,6 +19,10 @@ gives those bits the weight of one, and subtracting the rest of that float leave
 
 fp8 (e4m3) is moved into a float16 and scaled by a power of two where the device has no conversion of its own.
 
+fp4 (e2m1) in groups of 32 with powers of two, MXFP4, is tiled by 128 all the same: then each place of a word is one
+group, and the four exponents of a tile are one int32, the first group's in the lowest byte. Experts are kept so
+(moe_packed_gemm.py).
+
 Source: Kim et al., "Who Says Elephants Can't Run", arXiv:2211.10017, section 3 (integers through the mantissa); Frantar
 et al., "MARLIN", arXiv:2408.11743, section 3.
 
@@ -34,6 +38,7 @@ from .launch import cdiv, speaks_ptx, use_kernel
 
 KINDS = ("int", "e4m3")
 LONGEST_TILE = 128
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of the codes 0 to 7; 8 to 15 are their negatives
 
 
 @frozen(eq=False)
@@ -42,11 +47,12 @@ class Packed:
 
     Attributes:
         codes: [N, K] int8, uint8 or float8; [N, tiles * tile * bits / 16] int16 for fewer bits.
-        scales: [N, G] floating point; G is 1 for one scale a row. float32 if G is odd (and not 1).
+        scales: [N, G] floating point; G is 1 for one scale a row. float32 if G is odd (and not 1). For "e2m1" int32
+            [N, tiles], four exponents each.
         zeros: [N, G] in the type of the scales, or None where all are `middle`. If `added`, they are no zero points but
             numbers to be added after the scale, as GGUF's blocks have them; groups are narrower than 128 then.
         columns: K.   bits: 2, 4 or 8.   width: columns that share a scale; 0: all.
-        kind: "int" or "e4m3".   middle: the zero point of all codes, if `zeros` is None.
+        kind: "int", "e4m3" or "e2m1".   middle: the zero point of all codes, if `zeros` is None.
     """
 
     codes: torch.Tensor
@@ -62,7 +68,7 @@ class Packed:
     @property
     def tile(self) -> int:
         """Columns of a tile."""
-        return tile_of(self.width)
+        return LONGEST_TILE if self.kind == "e2m1" else tile_of(self.width)
 
     @property
     def each(self) -> int:
@@ -124,6 +130,10 @@ def untiled(words: torch.Tensor, bits: int, tile: int, columns: int) -> torch.Te
 def packed_dense_reference(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
     """The specification of `packed_dense`."""
     codes = weight.codes if weight.bits == 8 else untiled(weight.codes, weight.bits, weight.tile, weight.columns)
+    if weight.kind == "e2m1":
+        exponents = weight.scales.view(torch.uint8).repeat_interleave(weight.width, dim=1)[:, : weight.columns]
+        numbers = torch.tensor((*E2M1, *(-number for number in E2M1)), device=codes.device)[codes.int()]
+        return torch.ldexp(numbers, exponents.int() - 127).to(dtype)
     if weight.added:
         return (codes.float() * _spread(weight.scales, weight) + _spread(weight.zeros, weight)).to(dtype)
     numbers = codes.float() - (weight.middle if weight.zeros is None else _spread(weight.zeros, weight))
@@ -285,7 +295,7 @@ def _packed_dense_kernel(
 
 def packed_dense(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
     """Turn codes into numbers. Returns: [N, K] in `dtype`; computed in float32, rounded once."""
-    if not use_kernel(weight.codes):
+    if not use_kernel(weight.codes) or weight.kind == "e2m1":
         return packed_dense_reference(weight, dtype)
     rows, columns = weight.codes.shape[0], weight.columns
     out = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
