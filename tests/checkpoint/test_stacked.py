@@ -48,7 +48,7 @@ def test_mxfp4_by_hand():
     blocks = torch.zeros(1, 2, 16, dtype=torch.uint8)
     blocks[0, 0, 0] = 0xF1
 
-    numbers = mxfp4(blocks, torch.tensor([[129, 255]], dtype=torch.uint8), torch.float32)
+    numbers = mxfp4(blocks, torch.tensor([[129, 255]], dtype=torch.uint8)).dense(torch.float32)
 
     assert numbers.shape == (1, 64)
     assert numbers[0, :3].tolist() == [2, -24, 0] and numbers[0, 32:].isnan().all()
@@ -64,8 +64,10 @@ def test_mxfp4_experts_are_cut_and_decoded(tmp_path):
 
     assert sorted(found) == [f"layers.7.experts.{expert}.{part}" for expert in (0, 1) for part in ("gate", "up")]
     assert found["layers.7.experts.1.up"].shape == (2, 64)
-    wanted = mxfp4(blocks[1], scales[1], torch.float32)[1::2]
-    assert torch.equal(found["layers.7.experts.1.up"].read(torch.float32), wanted)
+    wanted = mxfp4(blocks[1], scales[1]).dense(torch.float32)[1::2]
+    up = found["layers.7.experts.1.up"]
+    assert torch.equal(up.read(torch.float32), wanted) and up.codes().scheme == up.scheme
+    assert torch.equal(up.codes().dense(torch.float32), wanted)
 
 
 def test_rows_that_do_not_divide_are_refused(tmp_path):

@@ -66,18 +66,14 @@ def test_refusals(device):
 
 
 def compile_cases():
-    def case(layout, tokens, experts, hidden, inner, top_k, kind, bias):
-        x, ids = torch.empty(tokens, hidden, dtype=torch.bfloat16), torch.empty(tokens, top_k, dtype=torch.int32)
-        shapes = (2 * inner, hidden), (hidden, inner)
-        weights = [meta_experts(layout, experts, *shape) for shape in shapes]
-        biases = [torch.empty(experts, shape[0], dtype=torch.bfloat16) if bias else None for shape in shapes]
-        h = module.moe_packed_decode_gate_up(x, weights[0], ids, experts, kind=kind, bias=biases[0])
-        scales = torch.empty(tokens, top_k)
-        module.moe_packed_decode_down(h, weights[1], ids, experts, bias=biases[1], scales=scales)
+    def gate_up():
+        x, ids = torch.empty(4, 2880, dtype=torch.bfloat16), torch.empty(4, 4, dtype=torch.int32)
+        weight, bias = meta_experts("mxfp4", 32, 2 * 2880, 2880), torch.empty(32, 2 * 2880, dtype=torch.bfloat16)
+        module.moe_packed_decode_gate_up(x, weight, ids, 32, kind="clamped_swiglu", bias=bias)
 
-    for arguments in (
-        ("fp8-128", 1, 128, 2048, 768, 8, "silu", False),
-        ("int4-128", 1, 128, 2048, 768, 8, "silu", False),
-        ("mxfp4", 4, 32, 2880, 2880, 4, "clamped_swiglu", True),
-    ):
-        yield lambda arguments=arguments: case(*arguments)
+    def down():
+        h, ids = torch.empty(8, 768, dtype=torch.bfloat16), torch.empty(1, 8, dtype=torch.int32)
+        weight, scales = meta_experts("int4-128", 128, 2048, 768), torch.empty(1, 8)
+        module.moe_packed_decode_down(h, weight, ids, 128, scales=scales)
+
+    return gate_up, down

@@ -149,19 +149,15 @@ def meta_experts(name, experts, rows, columns):
 
 
 def compile_cases():
-    def case(layout, tokens, experts, hidden, inner, top_k, kind, bias):
-        x, order = torch.empty(tokens, hidden, dtype=torch.bfloat16), torch.empty(tokens * top_k, dtype=torch.int32)
-        starts = torch.empty(experts + 1, dtype=torch.int32)
-        shapes = (2 * inner, hidden), (hidden, inner)
-        weights = [meta_experts(layout, experts, *shape) for shape in shapes]
-        biases = [torch.empty(experts, shape[0], dtype=torch.bfloat16) if bias else None for shape in shapes]
-        h = module.moe_packed_gate_up(x, weights[0], order, starts, top_k=top_k, kind=kind, bias=biases[0])
-        scales = torch.empty(tokens, top_k)
-        module.moe_packed_down(h, weights[1], order, starts, top_k=top_k, bias=biases[1], scales=scales)
+    def gate_up():
+        x, order = torch.empty(512, 2048, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.int32)
+        weight, starts = meta_experts("fp8-row", 128, 2 * 768, 2048), torch.empty(129, dtype=torch.int32)
+        module.moe_packed_gate_up(x, weight, order, starts, top_k=8, kind="silu")
 
-    for arguments in (
-        ("fp8-row", 8192, 128, 2048, 768, 8, "silu", False),
-        ("int4-128", 64, 128, 2048, 768, 8, "silu", False),
-        ("mxfp4", 64, 32, 2880, 2880, 4, "clamped_swiglu", True),
-    ):
-        yield lambda arguments=arguments: case(*arguments)
+    def down():
+        h, order = torch.empty(256, 2880, dtype=torch.bfloat16), torch.empty(256, dtype=torch.int32)
+        weight, starts = meta_experts("mxfp4", 32, 2880, 2880), torch.empty(33, dtype=torch.int32)
+        bias, scales = torch.empty(32, 2880, dtype=torch.bfloat16), torch.empty(64, 4)
+        module.moe_packed_down(h, weight, order, starts, top_k=4, bias=bias, scales=scales)
+
+    return gate_up, down

@@ -29,8 +29,6 @@ from ..errors import CheckpointError
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..quant.codes import Scheme
-from ..quant.cpu import is_exact
-from ..quant.cpu_dense import dense_dtype
 from ..quant.format import Stored, WeightFormat
 from ..quant.grouped import Grouped
 from ..quant.plain import Plain
@@ -94,6 +92,11 @@ def targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
             yield path, module
 
 
+def takes_format(target: Target) -> bool:
+    """Whether the format of a layer is chosen by its tensors: a Linear's, and that of the matrices of experts."""
+    return isinstance(target, Linear) or hasattr(target, "experts")
+
+
 def parameter_count(model: nn.Module) -> int:
     """Return how many numbers a checkpoint of this model holds (a tied head counts too); needs no loaded weights."""
     return sum(
@@ -132,7 +135,7 @@ def plan_load(
             raise CheckpointError(f"{path}: {len(target.parts)} parts, but the family's table names {len(names)}.")
         jobs, wrong = match(target, row, names, tensors, kv_heads)
         stored = tuple(job.stored for job in jobs if job.name == "weight")
-        if isinstance(target, Linear) and format_for is not None and not wrong and len(stored) == len(names):
+        if takes_format(target) and format_for is not None and not wrong and len(stored) == len(names):
             target.format = format_for(path, target, stored)
             jobs, wrong = match(target, row, names, tensors, kv_heads)
         blocks = bool(stored) and getattr(getattr(stored[0], "scheme", None), "blocks", False)
@@ -214,8 +217,6 @@ def load(
     """
     plan = plan_load(model, weights, tensors, format_for=format_for, tied=tied)
     check(plan, tensors)
-    if device.type == "cpu" and format_for is not None:
-        keep_narrow(plan.jobs)
     shared = {id(head) for head, _ in plan.shared}
     for _, target in targets(model):
         if id(target) not in shared:
@@ -227,19 +228,6 @@ def load(
     log.info("weights: %.2f GB read in %.2f s, %.1f GB/s", size, seconds, size / seconds)
     for head, owner in plan.shared:
         owner.lend(head)
-
-
-def keep_narrow(jobs: list[Job]) -> None:
-    """Keep the weights of experts in half the bytes, where they are packed numbers or halves in the checkpoint.
-
-    On the CPU, whose other layers are packed then (quant/cpu.py); experts are most of a model.
-    """
-    from ..layers.moe import ExpertLinear  # and a dozen kernels
-
-    narrow = dense_dtype()
-    for job in jobs:
-        if isinstance(job.target, ExpertLinear) and job.name == "weight" and not is_exact(job.stored):
-            job.target.narrow = narrow
 
 
 def origin(stored: Stored) -> Stored:
@@ -269,7 +257,7 @@ def load_dummy(
     for path, target in modules.items():
         if path in tied:
             continue
-        neutral, kind = getattr(target, "neutral", None), isinstance(target, Linear)
+        neutral, kind = getattr(target, "neutral", None), takes_format(target)
         stored: dict[tuple[str, int], Stored] = {}
         for part in range(len(target.parts)):
             for name in target.names:

@@ -6,8 +6,9 @@ stack them, in a layout of their own. STACKS in a model file says how, and the r
     "model.layers.*.mlp.experts.gate_up_proj": Stack(("...experts.#.gate_proj.weight", "...experts.#.up_proj.weight"),
                                                      transposed=True, interleaved=True)
 
-Nothing is read here; an expert is cut out of the mapped file when its turn comes. Experts in MXFP4 (gpt-oss) become
-plain numbers then: each byte of `_blocks` holds two numbers of four bits, each byte of `_scales` the exponent of 32.
+Nothing is read here; an expert is cut out of the mapped file when its turn comes. Experts in MXFP4 (gpt-oss) are codes
+then, as any quantised matrix (quant/codes.py), or plain numbers for whoever asks for those: each byte of `_blocks`
+holds two numbers of four bits, each byte of `_scales` the exponent of 32.
 
 Before: safetensors.py.  After: load.py.
 """
@@ -23,9 +24,10 @@ from attrs import frozen
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..kernels.grouped_gemm import unpack
+from ..quant.codes import Codes, Scheme
 from ..quant.format import Stored
-
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+from ..quant.fp4 import MXFP4, powers
 
 
 @frozen
@@ -68,13 +70,25 @@ class Slice:
     def nbytes(self) -> int:
         return self.whole.nbytes * prod(self.shape) // max(prod(self.whole.shape), 1)
 
+    @property
+    def scheme(self) -> Scheme | None:
+        """Of MXFP4 codes; None for plain numbers."""
+        return None if self.scales is None else MXFP4
+
+    def codes(self) -> Codes:
+        """Return the codes of these rows; only when `scheme` is set."""
+        blocks, exponents = (self._mine(one.item(self.expert, torch.uint8)) for one in (self.whole, self.scales))
+        return mxfp4(blocks, exponents)
+
     def read(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers; see Stored."""
-        if self.scales is None:
-            rows = self.whole.item(self.expert, dtype)
-        else:
-            rows = mxfp4(*(stored.item(self.expert, torch.uint8) for stored in (self.whole, self.scales)), dtype)
-        rows = rows.T if self.stack.transposed and rows.dim() == 2 else rows
+        if self.scales is not None:
+            return self.codes().dense(dtype)
+        rows = self.whole.item(self.expert, dtype)
+        return self._mine(rows.T if self.stack.transposed and rows.dim() == 2 else rows)
+
+    def _mine(self, rows: Tensor) -> Tensor:
+        """Those of an expert's rows that belong to the part."""
         if self.stack.interleaved:
             return rows[self.part :: len(self.stack.parts)]
         return rows.chunk(len(self.stack.parts))[self.part]
@@ -84,16 +98,12 @@ class Slice:
         raise CheckpointError("Stacked experts hold no GGUF blocks.")
 
 
-def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers from blocks uint8 [rows, B, 16], low half first, and exponents uint8 [rows, B]: [rows, B * 32].
+def mxfp4(blocks: Tensor, exponents: Tensor) -> Codes:
+    """Return the codes of blocks uint8 [rows, B, 16], low half first, and exponents uint8 [rows, B]: [rows, B * 32].
 
     Source: OCP Microscaling Formats (MX) v1.0, sections 5.3.3 and 5.4.1.
     """
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
-    numbers = torch.tensor(FP4, dtype=torch.float32)[codes]
-    powers = torch.pow(2.0, scales.to(torch.float64) - 127).to(torch.float32)
-    powers = torch.where(scales == 255, torch.nan, powers)
-    return (numbers * powers[..., None]).flatten(1).to(dtype)
+    return Codes(MXFP4, unpack(blocks.flatten(1), 4, 32 * blocks.shape[1]), powers(exponents))
 
 
 def unstack(tensors: Mapping[str, Stored], stacks: Mapping[str, Stack]) -> dict[str, Stored]:

@@ -193,7 +193,7 @@ def _formats(config: EngineConfig, source: Any, device: Any) -> tuple[str, Any]:
     from ..models.registry import quantisation
     from ..quant.cpu import cpu_formats
     from ..quant.detect import check_asked, online
-    from ..quant.plain import Plain
+    from ..quant.grouped import grouped_formats
 
     asked, load_format = config.model.quantization, config.load.load_format
     check_asked(asked, quantisation(source, {**source.config(), **config.model.hf_overrides}, load_format))
@@ -202,7 +202,7 @@ def _formats(config: EngineConfig, source: Any, device: Any) -> tuple[str, Any]:
     if pack and (asked == "int8" or online(asked) is None):
         return "float32", cpu_formats()
     if config.runner.batch_invariant and source.gguf is not None and online(asked) is None:
-        return config.model.dtype, lambda path, layer, stored: Plain()  # no product of codes promises equal bits
+        return config.model.dtype, grouped_formats()  # blocks become numbers: no product of codes promises equal bits
     return config.model.dtype, online(asked)
 
 

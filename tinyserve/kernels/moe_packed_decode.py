@@ -264,19 +264,17 @@ def moe_packed_decode_gate_up(
     Raises:
         ValueError: shapes, strides or a kind that do not fit.
     """
+    name, slots = "moe_packed_decode_gate_up", ids.numel()
     if kind not in GATED:
-        raise ValueError(f"moe_packed_decode_gate_up: unknown kind {kind!r}; known: {', '.join(GATED)}")
-    slots = ids.numel()
-    check_packed_experts(
-        "moe_packed_decode_gate_up", x, weight, experts, bias, scales, (slots, x.shape[0] * ids.shape[1])
-    )
+        raise ValueError(f"{name}: unknown kind {kind!r}; known: {', '.join(GATED)}")
+    check_packed_experts(name, x, weight, experts, bias, scales, (slots, x.shape[0] * ids.shape[1]))
     if not use_kernel(x):
         return moe_packed_decode_gate_up_reference(x, weight, ids, experts, kind=kind, bias=bias, scales=scales)
     inner = len(weight.codes) // experts // 2
     h = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     if not h.numel():
         return h
-    options = _options("moe_packed_decode_gate_up", x, weight, inner, 2)
+    options = _options(name, x, weight, inner, 2)
     _moe_packed_decode_gate_up_kernel[(cdiv(inner, options["ROWS"]), slots)](
         x,
         weight.raw(),

@@ -7,9 +7,10 @@ The last sum is left to the next norm where that saves a launch (fold.py): of fe
 of up to MOST_PARTS tokens without a shared expert the sum over choices.
 
 All experts of a layer lie in one tensor, so that one launch reaches any of them. A checkpoint stores them one by one;
-the loader sees an `ExpertLinear` as a fused layer with E times as many parts.
+the loader sees an `ExpertLinear` as a fused layer with E times as many parts. Its format (quant/experts.py) keeps plain
+numbers or codes, and multiplies by them; the four launches are the same.
 
-Before: layers/routing.py, kernels/moe_*.py.  After: models/<family>.py.
+Before: layers/routing.py, quant/experts.py, kernels/moe_*.py.  After: models/<family>.py.
 
 Source: arXiv:1701.06538; arXiv:2401.06066 (shared experts).
 """
@@ -24,9 +25,9 @@ from torch import Tensor, nn
 
 from ..kernels.launch import use_kernel
 from ..kernels.moe_align import moe_align
-from ..kernels.moe_decode import MOST_SLOTS, moe_decode_down, moe_decode_gate_up
-from ..kernels.moe_gemm import moe_down, moe_gate_up
+from ..kernels.moe_decode import MOST_SLOTS
 from ..kernels.moe_reduce import moe_reduce
+from ..quant.experts import ExpertFormat, PlainExperts
 from ..quant.format import Stored, place
 from .fold import Normed, Pending
 from .linear import Linear
@@ -46,8 +47,9 @@ class ExpertLinear(nn.Module):
         bias: whether there are biases, [E, outputs].
 
     Attributes:
-        narrow: type of the weights if it is not that of the activations; may be set until `allocate`.
+        format: keeps and multiplies the matrices; may be replaced until `allocate`.
         parts: `pieces` of expert 0, then of expert 1 and so on: the order in which a weight table names them.
+        dtype, device: of the activations; set by `allocate`.
     """
 
     def __init__(self, experts: int, inputs: int, pieces: tuple[int, ...], *, bias: bool = False) -> None:
@@ -55,12 +57,22 @@ class ExpertLinear(nn.Module):
         self.experts = experts
         self.inputs = inputs
         self.pieces = pieces
-        self.narrow: torch.dtype | None = None
         self.parts = pieces * experts
-        self.names = ("weight", "bias") if bias else ("weight",)
-        for name in ("weight", "bias"):
-            empty = nn.Parameter(torch.empty(0, device="meta"), False) if name in self.names else None
-            self.register_parameter(name, empty)
+        self.format: ExpertFormat = PlainExperts()
+        self.dtype = torch.float32
+        self.device = torch.device("meta")
+        self.register_parameter("bias", nn.Parameter(torch.empty(0, device="meta"), False) if bias else None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that each part needs from a checkpoint."""
+        return (*self.format.names, "bias") if self.bias is not None else self.format.names
+
+    def rows(self, part: int) -> slice:
+        """Return the rows of one part, in the matrices of all experts on top of each other."""
+        expert, piece = divmod(part, len(self.pieces))
+        start = expert * sum(self.pieces) + sum(self.pieces[:piece])
+        return slice(start, start + self.pieces[piece])
 
     def shape(self, name: str, part: int) -> tuple[int, ...]:
         """Return the shape that the stored tensor of a part must have."""
@@ -68,29 +80,30 @@ class ExpertLinear(nn.Module):
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the parameters, uninitialised."""
-        rows = (self.experts, sum(self.pieces))
-        for name in self.names:
-            shape = (*rows, self.inputs) if name == "weight" else rows
-            kind = self.narrow or dtype if name == "weight" else dtype
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=kind, device=device), False))
+        self.dtype, self.device = dtype, device
+        self.format.create(self)
+        if self.bias is not None:
+            bias = torch.empty((self.experts, sum(self.pieces)), dtype=dtype, device=device)
+            self.bias = nn.Parameter(bias, requires_grad=False)
 
     def load(self, name: str, part: int, stored: Stored) -> None:
         """Fill one part of one expert."""
-        expert, piece = divmod(part, len(self.pieces))
-        start = sum(self.pieces[:piece])
-        tensor = getattr(self, name)
-        place(tensor[expert, start : start + self.pieces[piece]], stored)
+        if name == "bias":
+            place(self.bias.view(-1)[self.rows(part)], stored)
+        else:
+            self.format.load(self, name, part, stored)
 
     def finish(self) -> None:
-        """Nothing to pack."""
+        """All experts are loaded."""
+        self.format.finish(self)
 
     def extra_repr(self) -> str:
-        return f"{self.experts} x ({self.inputs} -> {'+'.join(map(str, self.pieces))})"
+        return f"{self.experts} x ({self.inputs} -> {'+'.join(map(str, self.pieces))}), {type(self.format).__name__}"
 
 
 @frozen(eq=False)
 class Choices(Pending):
-    """The products of the experts of a few tokens, added up. last: `moe_decode_down` without a residual."""
+    """The products of the experts of a few tokens, added up. last: `few_down` of a format, without a residual."""
 
     last: partial[Tensor]
 
@@ -153,17 +166,18 @@ class Experts(nn.Module):
             [T, H], or float32 parts [K, T, H] that add up to it.
         """
         weights, ids = routed
-        before = {"kind": self.kind, "bias": self.gate_up.bias, "scales": weights if self.scale_inputs else None}
-        after = {"bias": self.down.bias, "scales": None if self.scale_inputs else weights}
+        up, down = self.gate_up, self.down
+        before = {"kind": self.kind, "scales": weights if self.scale_inputs else None}
+        after = {"scales": None if self.scale_inputs else weights}
         if use_kernel(x) and ids.numel() <= MOST_SLOTS and not self.invariant:
-            h = moe_decode_gate_up(x, self.gate_up.weight, ids, **before)
-            last = partial(moe_decode_down, h, self.down.weight, ids, shared=shared, gate=gate, **after)
+            h = up.format.few_gate_up(x, up, ids, **before)
+            last = partial(down.format.few_down, h, down, ids, shared=shared, gate=gate, **after)
             return Choices(last) if folds else last()
-        order, starts = moe_align(ids, self.gate_up.experts)
+        order, starts = moe_align(ids, up.experts)
         given = {"top_k": ids.shape[1], "invariant": self.invariant}
         parts = folds and shared is None and len(ids) <= MOST_PARTS and not self.invariant
-        h = moe_gate_up(x, self.gate_up.weight, order, starts, **before, **given)
-        out = moe_down(h, self.down.weight, order, starts, parts=parts, **after, **given)
+        h = up.format.gate_up(x, up, order, starts, **before, **given)
+        out = down.format.down(h, down, order, starts, parts=parts, **after, **given)
         return out if parts else moe_reduce(out, shared, gate)
 
 

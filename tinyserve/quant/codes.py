@@ -155,6 +155,14 @@ def compact(scales: Tensor) -> Tensor:
     return scales
 
 
+def one_value(zeros: Tensor | None) -> int | None:
+    """Return the integer that all zero points are, or None if they differ; 0 if there are none."""
+    if zeros is None or not zeros.numel():
+        return 0
+    first = float(zeros.flatten()[0])
+    return int(first) if first == int(first) and bool((zeros == zeros.flatten()[0]).all()) else None
+
+
 def blocks_to_rows(scales: Tensor, rows: int, block: int) -> Tensor:
     """Return the scales [ceil(rows / block), G] of blocks as one for each row, [rows, G]."""
     return scales.repeat_interleave(block, dim=0)[:rows]

@@ -7,6 +7,7 @@ around norms, rotations and attention.
     blocks of Q4_0 or Q4_1    Int4 for up to INT4_ROWS rows, that is for one user or a few; Dense for more
     other blocks, bf16, fp16  Int8 for up to INT8_ROWS rows; Dense for more
     the head                  Int8: it sees few rows
+    experts                   numbers in bf16 where the processor multiplies it: they are most of a model
     without int8 products     Int4 and Dense, or dense numbers in fp32
 
 Int8 alone would do with one byte a weight instead of two beside the packed blocks, but prompts take a quarter longer.
@@ -35,6 +36,7 @@ from .cpu_dense import Dense
 from .cpu_int4 import Int4
 from .cpu_int8 import Int8
 from .cpu_int8 import packed_bytes as packed_bytes
+from .experts import PlainExperts
 from .format import Fused, Stored, WeightFormat
 from .plain import Plain
 
@@ -85,6 +87,7 @@ def is_exact(stored: Stored) -> bool:
 
 def cpu_formats() -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
     """Ask this CPU what it can do, and return the choice per layer: (path, layer, stored parts) -> format."""
+    narrow = PlainExperts(cpu_dense.dense_dtype())
     int8, int4 = cpu_int8.available(), cpu_int4.available()
     log.info("cpu: int4 products %s, int8 products %s, others in %s", yes(int4), yes(int8), cpu_dense.dense_dtype())
     others = ByRows(Int8(), INT8_ROWS, Dense()) if int8 else Plain()
@@ -92,7 +95,10 @@ def cpu_formats() -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
     blocks = ByRows(Int4(), INT4_ROWS, Dense())
 
     def choose(path: str, layer: Fused, stored: tuple[Stored, ...]) -> WeightFormat:
-        if any(is_exact(tensor) for tensor in stored):
+        exact = any(is_exact(tensor) for tensor in stored)
+        if hasattr(layer, "experts"):
+            return PlainExperts() if exact else narrow
+        if exact:
             return Plain()
         if path == "head":
             return head

@@ -42,7 +42,8 @@ from ..kernels.packed_gemm import packed_gemm
 from ..kernels.packed_gemv import packed_gemv
 from ..kernels.round_rows import round_rows
 from ..kernels.scaled_gemm import scaled_gemm
-from .codes import FP4, Codes, Inputs, Scheme, compact, pack, quantise, rounded
+from .codes import FP4, Codes, Inputs, Scheme, compact, one_value, pack, quantise, rounded
+from .experts import expert_format
 from .format import Fused, Stored, WeightFormat
 from .plain import Plain
 
@@ -283,14 +284,6 @@ def all_zeros(zeros: list[Tensor | None], scales: list[Tensor]) -> Tensor | None
     return stacked(zeros) if given else None
 
 
-def one_value(zeros: Tensor | None) -> int | None:
-    """Return the integer that all zero points are, or None if they differ; 0 if there are none."""
-    if zeros is None or not zeros.numel():
-        return 0
-    first = float(zeros.flatten()[0])
-    return int(first) if first == int(first) and bool((zeros == zeros.flatten()[0]).all()) else None
-
-
 def stacked(tensors: list[Tensor]) -> Tensor:
     """Return tensors [n, G] on top of each other; one scale a row and several in one layer become several."""
     groups = max(tensor.shape[1] for tensor in tensors)
@@ -348,7 +341,7 @@ class ByPart:
 def grouped_formats(
     online: Scheme | None = None, *, blocks: bool = False
 ) -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
-    """Return the choice per layer: (path, layer, stored parts) -> format.
+    """Return the choice per layer, also of experts: (path, layer, stored parts) -> format.
 
     Args:
         online: what plain numbers are rounded to, except those of the head; None: they stay plain.
@@ -363,6 +356,8 @@ def grouped_formats(
         schemes = [scheme_of(tensor) for tensor in stored]
         if path != "head":
             schemes = [online if scheme is None else scheme for scheme in schemes]
+        if hasattr(layer, "experts"):
+            return expert_format(schemes, stored)
         if len(set(schemes)) == 1:
             return one_format(schemes[0])
         return ByPart([one_format(scheme) for scheme in schemes])
