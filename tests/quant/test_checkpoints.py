@@ -413,16 +413,11 @@ def test_a_matrix_that_the_checkpoint_already_fused(tmp_path):
     assert_same(save(tmp_path, gptq(4, 32, False, "gptq", False), config, sizes=sizes, family="phi3"))
 
 
-def test_experts_become_numbers_and_the_log_says_so(tmp_path, caplog):
-    """Qwen3-MoE in fp8 blocks: attention stays codes, experts are plain, named in a warning."""
+def test_a_mixture_in_blocks_gives_the_same_logits(tmp_path):
+    """Qwen3-MoE in fp8 blocks of 32 that 40 and 48 columns do not fill: attention and experts within 1e-3."""
     sizes = {**ODD, "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
     weightless = {"quant_method": "fp8", "activation_scheme": None, "weight_block_size": [32, 32]}
-    folders = save(tmp_path, fp8_blocks, weightless, sizes=sizes, family="qwen3_moe")
-    with caplog.at_level(logging.WARNING):
-        assert_same(folders, layers=4, within=2e-2)  # a CPU keeps such experts in bf16
-
-    assert "24 matrices of fp8 were turned into plain numbers" in caplog.text
-    assert "experts.0.down_proj" in caplog.text
+    assert_same(save(tmp_path, fp8_blocks, weightless, sizes=sizes, family="qwen3_moe"), layers=4)
 
 
 def test_many_rows_are_rounded_like_few():

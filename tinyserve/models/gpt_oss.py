@@ -1,6 +1,6 @@
 """gpt-oss: attention sinks, windows on every other layer, and experts with biases and a clamped gate.
 
-Published checkpoints keep the experts in MXFP4; they become plain numbers when they are read.
+Published checkpoints keep the experts in MXFP4, and on a GPU they stay so (quant/experts.py).
 
 Before: models/llama.py (the layer), layers/moe.py, checkpoint/stacked.py.  After: models/decoder.py runs it.
 

@@ -30,6 +30,7 @@ from ..kernels.launch import use_kernel
 from ..layers.linear import Linear
 from ..quant.codes import Scheme
 from ..quant.detect import detect, dummy_scheme
+from ..quant.experts import PackedExperts
 from ..quant.format import Stored
 from ..quant.grouped import Grouped, grouped_formats
 from ..quant.stored import Method, QuantizedTensor, wrap
@@ -216,12 +217,14 @@ def report(model: Decoder, method: Method | None, quantised: list[QuantizedTenso
                 "%d matrices of %s were turned into plain numbers while loading, or packed anew for this CPU (%s ...)",
                 len(dense), method.title, dense[0],
             )  # fmt: skip
-    layers = [layer for layer in model.modules() if isinstance(getattr(layer, "format", None), Grouped)]
-    if layers and device.type == "cpu":
+    formats = [(layer, getattr(layer, "format", None)) for layer in model.modules()]
+    coded = sum(isinstance(own, Grouped | PackedExperts) for _, own in formats)
+    if coded and device.type == "cpu":
         log.warning(
             "%d products make their quantised matrix dense each time: they save memory, but are slower than plain "
-            "numbers. --dtype auto without --quantization packs them for a CPU's fast products", len(layers),
+            "numbers. --dtype auto without --quantization packs them for a CPU's fast products", coded,
         )  # fmt: skip
+    layers = [layer for layer, own in formats if isinstance(own, Grouped)]
     slow = Counter(why for layer in layers if (why := layer.format.slower(layer)))
     for why, count in slow.items() if device.type != "cpu" else ():
         log.warning("%d quantised products may be slower than plain numbers: %s", count, why)

@@ -2,7 +2,7 @@
 
 A quantised linear layer is stored as several tensors (`qweight`, `qzeros`, `scales`, `g_idx`). `wrap` puts one
 `QuantizedTensor` in their place, so that neither weight tables nor the loader know of quantisation. Whoever can keep
-codes (grouped.py) asks it for `codes()`; everybody else (experts, embeddings, the halves of latent attention, CPU
+codes (grouped.py, experts.py) asks it for `codes()`; everybody else (embeddings, the halves of latent attention, CPU
 formats) asks for `read()` and gets plain numbers, which is noted, so that a log line can say so.
 
 Before: codes.py.  After: one file per format makes them; detect.py chooses the format; models/registry.py wraps.
