@@ -106,6 +106,8 @@ async def test_an_adapter_is_a_model_exactly_while_it_is_loaded(base, tmp_path):
         running = asyncio.ensure_future(server.http.post(TEXT, json={**MINE, "max_tokens": 60}))
         while not server.scheduler.num_running:
             await asyncio.sleep(0)
+        used = {"max_lora": "1", "waiting_lora_adapters": "", "running_lora_adapters": "my-lora"}
+        assert await server.metric("lora_requests_info", **used) > 1e9
         assert (await server.http.post(UNLOAD, json={"lora_name": "my-lora"})).status_code == 200
         for path, body in BODIES.items():
             assert (await server.http.post(path, json={**body, "model": "my-lora"})).status_code == 404, path

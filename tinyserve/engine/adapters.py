@@ -10,16 +10,22 @@ Before: lora/names.py, lora/adapters.py.  After: assemble.py makes the desk; eng
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily
 
 from ..errors import CheckpointError, ConfigError, RequestError
 from ..lora.adapters import Adapter, Adapters, LoadedAdapters, NoAdapters
 from ..request import LoRARequest
+from ..scheduling.update import SequenceFacts
 from .thread import in_own_thread
 
 OFF = "Adapters are off: start with --enable-lora, or LLM(enable_lora=True)."
 Read = Callable[[str], tuple[int, Any]]
+LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+METRIC = ("lora_requests_info", "gauge", ", ".join(LABELS), "The time; with --enable-lora: which adapters are in use.")
 
 
 class NoDesk:
@@ -39,6 +45,12 @@ class NoDesk:
     def unload(self, name: str) -> None:
         """Raises: RequestError: always."""
         raise RequestError(OFF)
+
+    def publish(self, metrics: Any, prefix: str) -> None:
+        """Nothing to tell."""
+
+    def note(self, sequences: Callable[[], Iterable[SequenceFacts]]) -> None:
+        """Nothing to tell."""
 
     async def of(self, asked: LoRARequest | None) -> Adapter | None:
         """The adapter of a LoRARequest. Raises: RequestError: it asks for one."""
@@ -60,6 +72,7 @@ class Desk(NoDesk):
         self.known = known
         self._read = read
         self._served = served
+        self._usage = Usage(known.num_places)
 
     @property
     def loaded(self) -> Sequence[Adapter]:
@@ -107,6 +120,18 @@ class Desk(NoDesk):
             return found
         return await self.load(asked.lora_name, asked.lora_path, replace=asked.load_inplace)
 
+    def publish(self, metrics: Any, prefix: str) -> None:
+        """Add the metric of adapters to those of the engine (telemetry.Metrics)."""
+        self._usage.name = prefix + METRIC[0]
+        metrics.registry.register(self._usage)
+
+    def note(self, sequences: Callable[[], Iterable[SequenceFacts]]) -> None:
+        """Remember which adapters are in use, for the metric."""
+        found = list(sequences())
+        self._usage.waiting, self._usage.running = (
+            sorted({one.adapter for one in found if one.running is running} - {""}) for running in (False, True)
+        )
+
     def _check(self, name: str, replace: bool) -> None:
         if not name or len(name) > 256 or not name.isprintable():
             raise RequestError("lora_name must have 1 to 256 printable characters.", param="lora_name")
@@ -116,6 +141,22 @@ class Desk(NoDesk):
             raise RequestError(
                 f"The adapter {name!r} is loaded already. Unload it first, or set load_inplace.", param="lora_name"
             )
+
+
+class Usage:
+    """The metric: labels tell which adapters wait and run. Read by the thread that writes metrics."""
+
+    def __init__(self, places: int) -> None:
+        self.name = METRIC[0]
+        self.waiting: Sequence[str] = ()
+        self.running: Sequence[str] = ()
+        self._places = places
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """As prometheus_client asks for it."""
+        family = GaugeMetricFamily(self.name, METRIC[3], labels=LABELS)
+        family.add_metric([str(self._places), ",".join(self.waiting), ",".join(self.running)], time.time())
+        yield family
 
 
 class UnknownAdapter(RequestError):

@@ -117,6 +117,7 @@ class Engine:
         shown = {"prefix": config.server.metrics_prefix, "log": not config.log.disable_log_stats}
         metrics = Metrics(parts.served_names[0], max_model_len=machine.max_model_len, **shown)
         metrics.cache_config(machine.cache_facts(config.cache))
+        machine.adapters.publish(metrics, config.server.metrics_prefix)
         engine = cls(config, parts, machine, metrics)
         engine._tasks.append(asyncio.create_task(engine._guard(), name="tinyserve-engine"))
         engine._tasks.append(asyncio.create_task(metrics.report(), name="tinyserve-report"))

@@ -156,6 +156,7 @@ class Sequence:
             blocks=sum(map(len, self.kv.tables)),
             started=self.started,
             arrival=request.arrival,
+            adapter=getattr(request.adapter, "name", ""),
         )
 
     def check_integrity(self) -> None:

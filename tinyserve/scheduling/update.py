@@ -42,7 +42,10 @@ class Update(NamedTuple):
 
 
 class SequenceFacts(NamedTuple):
-    """One sequence that has not ended, for people. known: prompt and output tokens. started: 0.0 before it ran."""
+    """One sequence that has not ended, for people.
+
+    Args: known: prompt and output tokens.   started: 0.0 before it ran.   adapter: its name, "" for none.
+    """
 
     id: str
     running: bool
@@ -52,6 +55,7 @@ class SequenceFacts(NamedTuple):
     blocks: int
     started: float
     arrival: float
+    adapter: str = ""
 
 
 @frozen(kw_only=True)

@@ -19,6 +19,7 @@ from . import answers
 from .face import Service
 from .schema import facts
 
+MOST_NOTED = 100_000  # sequences whose adapters are told
 STALLED_SECONDS = 60.0  # longer than any step: a probe that fails has the server restarted
 
 
@@ -51,6 +52,7 @@ async def metrics(_request: Request, service: Service) -> Response:
         engine.check_health()
         now = engine.stats()
         engine.metrics.queues(running=now.running, waiting=now.waiting, kv_usage=now.kv_usage)
+        engine.adapters.note(lambda: engine.look(sequences=MOST_NOTED, blocks=1).sequences)
     text, kind = await asyncio.to_thread(engine.metrics.exposition)
     return Response(text, headers={"content-type": kind})
 

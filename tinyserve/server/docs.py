@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..config import flags
+from ..engine.adapters import METRIC
 from ..options import Flag
 from ..telemetry import described
 from .face import Service
@@ -165,7 +166,8 @@ def _options(known: Iterable[Flag]) -> str:
 
 
 def _metrics() -> str:
-    rows = [(name, kind, help + (f" By {label}." if label else "")) for name, kind, label, help in described()]
+    known = (*described(), METRIC)
+    rows = [(name, kind, help + (f" By {label}." if label else "")) for name, kind, label, help in known]
     text = (
         "<p>At <code>/metrics</code>, in Prometheus' text format; names begin with <code>--metrics-prefix</code>.</p>"
     )
