@@ -1,9 +1,14 @@
 """Which adapter has which place."""
 
-import pytest
+import random
 
+import pytest
+from attrs import evolve
+
+from tests.scheduling.harness import Lab, request
 from tinyserve.errors import UnknownModel
 from tinyserve.lora.adapters import LoadedAdapters, NoAdapters
+from tinyserve.request import FinishReason
 
 
 def three(places=2):
@@ -48,3 +53,49 @@ def test_without_adapters_every_one_is_unknown():
     with pytest.raises(UnknownModel, match="mine"):
         NoAdapters().identity("mine")
     assert NoAdapters().identity(None) == "" and NoAdapters().place(None, ()) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("depth", "blocks"), [(1, 60), (2, 9)])
+def test_in_any_schedule_each_row_computes_with_its_own_adapter(seed, depth, blocks):
+    """Five adapters on two places, preemptions, depth 2, aborts: what a place holds when a step runs, by the moves."""
+    chosen = random.Random(seed)
+    known = LoadedAdapters(2)
+    kinds = [None, *(known.load(name, "", 8, None) for name in "abcde")]
+    lab = Lab(adapters=known, depth=depth, blocks=blocks, max_num_batched_tokens=9, scheduler_reserve_full_isl=False)
+    wanted, place_of, held = {}, {}, {}
+    plan = lab.scheduler.plan
+
+    def checked():
+        step = plan()
+        if step is None:
+            return None
+        held.update({move.place + 1: move.adapter for move in step.moves})
+        for opening in step.opened:
+            place_of[opening.slot] = opening.params.adapter
+            wanted[opening.slot, "row"] = wanted[opening.tokens[0]]
+        for piece in step.slices:
+            assert held.get(place_of[piece.slot]) is wanted[piece.slot, "row"]
+        return step
+
+    lab.scheduler.plan = checked
+    made = []
+    for number in range(30):
+        kind = chosen.choice(kinds)
+        prompt = (1000 + number, *range(chosen.randrange(1, 12)))
+        wanted[prompt[0]] = kind
+        plain = request(f"r{number}", prompt=prompt, max_tokens=chosen.randrange(1, 14))
+        made.append(lab.add(evolve(plain, adapter=kind)))
+        for _ in range(chosen.randrange(3)):
+            lab.step()
+        if chosen.random() < 0.2:
+            gone = chosen.choice(made)
+            lab.scheduler.finish(gone.id, FinishReason.ABORT)
+            if gone.id in lab.answers and lab.answers[gone.id].reason is None:
+                del lab.answers[gone.id]
+    answers = lab.run()
+
+    for one in made:
+        if one.id in answers:
+            assert answers[one.id].tokens == lab.right(one)
+    assert bool(lab.preemptions) == (blocks < 60)
