@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from tests import oracles
 from tests.kernels.harness import interpreting, nan_outputs
+from tests.models.test_published_moe import PUBLISHED
 from tests.quant.quantised import logits, open_model, save
 from tests.quant.test_checkpoints import FP8, awq, fp8_blocks, fp8_channel, fp8_tensor, gptq, nvfp4
 from tests.quant.test_compressed import INT4, config, int8_rows, packed
+from tinyserve.__main__ import main
 from tinyserve.layers.moe import ExpertLinear, MoE
+from tinyserve.models.registry import build_model, config_schemes, family, weight_bytes
 from tinyserve.quant.detect import online
 from tinyserve.quant.experts import PackedExperts, PlainExperts
 from tinyserve.quant.grouped import grouped_formats
@@ -192,3 +195,57 @@ def test_what_cannot_be_packed_becomes_numbers(case, tmp_path, caplog):
     assert isinstance(matrices(quantised)["layers.0.mlp.experts.gate_up"].format, PlainExperts)
     assert "turned into plain numbers" in caplog.text
     assert_same_layers(quantised, numbers, 3)
+
+
+def test_noise_is_packed_too(tmp_path):
+    """Dummy weights of a config that says MXFP4: experts are codes, logits are numbers."""
+    folder, _, _ = gpt_oss(tmp_path)
+    model = open_model(folder, load_format="dummy")
+
+    assert all(isinstance(layer.format, PackedExperts) for layer in matrices(model).values())
+    assert logits(model).isfinite().all() and logits(model).std() > 0
+
+
+def test_the_plan_counts_codes():
+    """gpt-oss-20b: 20.9 G parameters are 41.8 GB in bfloat16, 13.8 GB in its files, and so in the plan."""
+    config = PUBLISHED["gpt-oss-20b"][0]
+    model, weights = build_model(config), family("GptOssForCausalLM").WEIGHTS
+    found = [weight_bytes(model, torch.bfloat16, schemes) for schemes in (None, config_schemes(config, None, weights))]
+
+    assert found[0] == pytest.approx(41.83e9, rel=1e-3) and found[1] == pytest.approx(13.76e9, rel=1e-2)
+
+
+def test_quantize_writes_experts(tmp_path):
+    """`tinyserve quantize` in int4: experts are codes when they are read, routers are named among what is ignored."""
+    sizes = SIZES | {"hidden_size": 64, "moe_intermediate_size": 64, "torch_dtype": "bfloat16"}
+    _, folder = save(tmp_path, lambda module, weight: None, None, sizes=sizes, family="qwen3_moe")
+
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--scheme", "int4", "--group-size", "32"]) == 0
+
+    quantised, plain = open_model(tmp_path / "out"), open_model(folder)
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert all(isinstance(layer.format, PackedExperts) for layer in matrices(quantised).values())
+    assert ignored == ["lm_head", "model.layers.0.mlp.gate"]
+    for path, layer in moes(quantised).items():
+        x = torch.randn(32, 64)
+        expected = moes(plain)[path].experts(x, layer.router(x))
+        assert (layer.experts(x, layer.router(x)) - expected).norm() < 0.2 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["fp8-channel", "fp8-blocks", "gptq", "gptq-zeros", "int8", "mxfp4"])
+def test_experts_on_a_gpu(case, tmp_path):
+    """1, 4, 9, 70 and 600 tokens in bfloat16: within 1 % of the layer output of the numbers."""
+    if case == "mxfp4":
+        folders = gpt_oss(tmp_path)[:2]
+    else:
+        folders = save(tmp_path, *CASES[case][:2], sizes=SIZES, family="qwen3_moe")
+    quantised, numbers = open_model(folders[0], device="cuda", dtype="bfloat16"), open_model(folders[1])
+    for path, layer in moes(quantised).items():
+        assert isinstance(layer.experts.gate_up.format, PackedExperts)
+        for tokens in (1, 4, 9, 70, 600):
+            x = torch.randn(tokens, layer.experts.gate_up.inputs).bfloat16()
+            weights, ids = moes(numbers)[path].router(x.float())
+            expected = moes(numbers)[path].experts(x.float(), (weights, ids))
+            actual = layer.experts(x.cuda(), (weights.cuda(), ids.cuda()))
+            assert (actual.float().cpu() - expected).norm() < 0.01 * expected.norm()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from functools import cache
-from math import prod
+from math import log2, prod
 
 import torch
 from attrs import frozen
@@ -104,7 +104,9 @@ class NoiseCodes:
         bytes_of = codes.view(torch.uint8) if codes.is_floating_point() else codes  # float8 has no `repeat`
         codes = bytes_of.repeat(-(-rows * columns // POOL))[: rows * columns].view(codes.dtype).view(rows, columns)
         count = -(-columns // self.scheme.width) if self.scheme.width else 1
-        scales = torch.full((rows, count), columns**-0.5 / size).half().float()
+        factor = columns**-0.5 / size
+        power = self.scheme.table is not None and self.scheme.width == 32  # of MXFP4, which has no others
+        scales = torch.full((rows, count), 2.0 ** round(log2(factor)) if power else factor).half().float()
         zeros = torch.full((rows, count), zero, dtype=torch.uint8) if zero else None
         static = self.scheme.inputs is not None and self.scheme.inputs.static
         return Codes(self.scheme, codes, scales, zeros, input_scale=torch.tensor(0.05) if static else None)

@@ -19,7 +19,10 @@ from .parse import read_config
 
 @frozen(kw_only=True)
 class Facts:
-    """What is known of a model without its weights. weight_bytes: as dense numbers of the chosen dtype."""
+    """What is known of a model without its weights.
+
+    Args: weight_bytes: what it will hold.   kept: how: in words.
+    """
 
     name: str
     architecture: str
@@ -27,6 +30,7 @@ class Facts:
     parameters: int
     file_bytes: int
     weight_bytes: int
+    kept: str
     layers: Sequence[Any]
     max_model_len: int
 
@@ -60,7 +64,7 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
     from ..checkpoint.source import resolve
     from ..engine.parts import context
     from ..models.config import choose_dtype
-    from ..models.registry import build_model
+    from ..models.registry import build_model, weight_bytes
 
     options = config.model
     source = resolve(
@@ -74,6 +78,7 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
     dtype = choose_dtype(options.dtype, model.config, device.torch)
     shared = model.config.vocab_size * model.config.hidden if model.config.tied_head else 0
     parameters = parameter_count(model) - shared
+    scheme_for, kept = _schemes(config, source, model, device)
     files = [source.gguf] if source.gguf else source.folder.glob("*.safetensors")
     return Facts(
         name=options.model,
@@ -81,18 +86,39 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
         dtype=dtype,
         parameters=parameters,
         file_bytes=sum(path.stat().st_size for path in files),
-        weight_bytes=parameters * dtype.itemsize,
+        weight_bytes=weight_bytes(model, dtype, scheme_for),
+        kept=kept or f"as dense {str(dtype).removeprefix('torch.')}; less if they stay packed",
         layers=model.kv_layers(),
         max_model_len=context(options.max_model_len, model.config.max_model_len, None),
     )
+
+
+def _schemes(config: EngineConfig, source: Any, model: Any, device: Any) -> tuple[Any, str]:
+    """Return what says in which codes a matrix is kept, None for dense numbers, and how to say it.
+
+    A CPU left to choose (`--dtype auto`) packs in ways of its own; GGUF blocks are counted as dense too.
+    """
+    from ..models.registry import config_schemes, family, quantisation
+    from ..quant.detect import check_asked, online_scheme
+
+    asked, described = config.model.quantization, {**source.config(), **config.model.hf_overrides}
+    gguf = source.gguf is not None and config.load.load_format != "safetensors"
+    if gguf or (device.is_cpu and config.model.dtype == "auto"):
+        return None, ""
+    method = quantisation(source, described, "auto")
+    check_asked(asked, method)
+    scheme = online_scheme(asked)
+    if scheme is not None:
+        return lambda path, layer, part: None if path == "head" else scheme, f"as {scheme.name}"
+    found = config_schemes(described, method, family(model.config.architecture).WEIGHTS)
+    return found, "" if found is None else "as the checkpoint's codes"
 
 
 def _model_lines(facts: Facts, config: EngineConfig) -> Iterator[tuple[str, str]]:
     yield "model", f"{facts.name} ({facts.architecture})"
     files = f"in files of {format_bytes(facts.file_bytes)}" if facts.file_bytes else "by its config; no weight files"
     yield "parameters", f"{facts.parameters / 1e6:,.1f} M {files}"
-    dtype = str(facts.dtype).removeprefix("torch.")
-    yield "weights", f"{format_bytes(facts.weight_bytes)} as dense {dtype}; less if they stay packed"
+    yield "weights", f"{format_bytes(facts.weight_bytes)} {facts.kept}"
     yield "step", f"{config.scheduler.max_num_batched_tokens} tokens, {config.scheduler.max_num_seqs} sequences"
 
 

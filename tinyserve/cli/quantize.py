@@ -4,8 +4,9 @@
     python -m tinyserve quantize Qwen/Qwen3-8B qwen3-8b-int4 --scheme int4 --group-size 64 --skip 'layers\\.0\\.'
 
 Matrices are read one by one, so it takes little memory. Which they are, the model's own table says: those of linear
-layers, but for the head, experts and what --skip names. Everything else is copied as it is, the tokenizer too. A line
-for each matrix says how far its numbers have moved, and quantization_report.json says it again.
+layers and experts, but for the head, routers and what --skip names; experts that a file holds in one tensor stay as
+they are. Everything else is copied, the tokenizer too. A line for each matrix says how far its numbers have moved, and
+quantization_report.json says it again.
 
 Rounding is to the nearest: right for 8 bits; 4 bits lose more than methods that look at data (GPTQ, AWQ) would.
 
@@ -18,7 +19,7 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
     from ..quant.encode import config_of, encode, fits, scheme_of
 
     tensors, scheme = open_safetensors(source.folder), scheme_of(options.scheme, options.group_size)
-    linear = set(_linear_modules(config))
+    linear, routers = _modules(config)
     if not linear & {name.removesuffix(".weight") for name in tensors}:
         raise CheckpointError(f"{options.model}: no linear layer of the model is among the checkpoint's tensors.")
 
@@ -114,7 +115,8 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
 
     if not any(map(rounded, tensors)):
         raise CheckpointError(f"{options.model}: every linear layer is left out by --skip or --group-size.")
-    matrices, ignored, before = [], {"lm_head"}, 0
+    matrices, before = [], 0
+    ignored = {"lm_head", *(name for name in routers if f"{name}.weight" in tensors)}
     shards = Shards(options.out)
     for name, stored in tensors.items():
         module, _, kind = name.rpartition(".")
@@ -143,18 +145,22 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
     return report
 
 
-def _linear_modules(config: dict[str, Any]) -> Iterator[str]:
-    """The checkpoint's names of all linear layers but the head; experts are none of them."""
-    from ..checkpoint.load import targets
+def _modules(config: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The checkpoint's names of all linear layers and experts but the head; and those of routers, which stay plain."""
+    from ..checkpoint.load import takes_format, targets
     from ..checkpoint.table import sources
-    from ..layers.linear import Linear
+    from ..layers.routing import Router
     from ..models.registry import build_model, family
 
     model = build_model(config)
     weights = family(model.config.architecture).WEIGHTS
+    linear, routers = set(), set()
     for path, layer in targets(model):
-        if isinstance(layer, Linear) and path != "head":
-            yield from sources(weights, path, len(layer.parts))
+        if takes_format(layer) and path != "head":
+            linear.update(sources(weights, path, len(layer.parts)))
+        elif isinstance(layer, Router):
+            routers.update(sources(weights, path, len(layer.parts)))
+    return linear, routers
 
 
 class Shards:

@@ -13,6 +13,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from ..checkpoint import cache_scales
 from ..checkpoint.gguf_names import stored_tensors
-from ..checkpoint.load import ChooseFormat, Progress, SchemeFor, load, load_dummy
+from ..checkpoint.load import ChooseFormat, Progress, SchemeFor, load, load_dummy, takes_format, targets
 from ..checkpoint.safetensors import open_safetensors
 from ..checkpoint.source import Source
 from ..checkpoint.stacked import unstack
@@ -29,7 +30,7 @@ from ..errors import CheckpointError, UnsupportedModel
 from ..kernels.launch import use_kernel
 from ..layers.linear import Linear
 from ..quant.codes import Scheme
-from ..quant.detect import detect, dummy_scheme
+from ..quant.detect import detect, dummy_scheme, stacked_scheme
 from ..quant.experts import PackedExperts
 from ..quant.format import Stored
 from ..quant.grouped import Grouped, grouped_formats
@@ -154,8 +155,7 @@ def load_model(
     if load_format == "dummy":
         method = detect(config, source.json("hf_quant_config.json"))
         options = {"dtype": dtype, "device": device, "format_for": format_for or grouped_formats()}
-        if method is not None:
-            options["scheme_for"] = dummy_schemes(method, family(model.config.architecture).WEIGHTS)
+        options["scheme_for"] = config_schemes(config, method, family(model.config.architecture).WEIGHTS)
         load_dummy(model, seed=seed, tied=TIED if model.config.tied_head else {}, **options)
         report(model, method, [], device)
     else:
@@ -193,17 +193,38 @@ def quantisation(source: Source, config: Mapping[str, Any], load_format: str) ->
     return detect(config, source.json("hf_quant_config.json"))
 
 
-def dummy_schemes(method: Method, weights: Weights) -> SchemeFor:
-    """Return what says how a part of a linear layer would be quantised; the head would not.
+def config_schemes(config: Mapping[str, Any], method: Method | None, weights: Weights) -> SchemeFor | None:
+    """Return what says how a part of a layer would be quantised, as the config has it; None if it has none.
 
-    Args: weights: the family's table, which knows the checkpoint's names.
+    Args:
+        method: how the checkpoint's matrices are read; None if it describes itself, as gpt-oss's experts do.
+        weights: the family's table, which knows the checkpoint's names.
     """
+    stacked = stacked_scheme(config)
+    if method is None and stacked is None:
+        return None
 
     def scheme_for(path: str, layer: Linear, part: int) -> Scheme | None:
+        if method is None:
+            return stacked if hasattr(layer, "experts") else None
         names = sources(weights, path, len(layer.parts))
         return None if path == "head" else dummy_scheme(method, names[part], layer.parts[part], layer.inputs)
 
     return scheme_for
+
+
+def weight_bytes(model: Decoder, dtype: torch.dtype, scheme_for: SchemeFor | None) -> int:
+    """Return about how many bytes the weights of a model take, with what is quantised as codes; needs no weights."""
+    total = 0
+    tied = TIED if model.config.tied_head else {}
+    for path, target in targets(model):
+        for part in range(len(target.parts)) if path not in tied else ():
+            for name in target.names:
+                coded = scheme_for is not None and name == "weight" and takes_format(target)
+                scheme = scheme_for(path, target, part) if coded else None
+                shape = target.shape(name, part) or ()
+                total += prod(shape) * dtype.itemsize if scheme is None else scheme.nbytes(*shape)
+    return total
 
 
 def report(model: Decoder, method: Method | None, quantised: list[QuantizedTensor], device: torch.device) -> None:

@@ -65,6 +65,12 @@ class Scheme:
     added: bool = False
     blocks: bool = False
 
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes in memory of a matrix without zero points, about: scales have two bytes, one a row or of fp8 four."""
+        groups = -(-columns // self.width) if self.width else 1
+        scale = 1 if self.table and self.width == 32 else 4 if groups == 1 or self.bits == 8 else 2
+        return rows * (-(-columns * self.bits // 8) + groups * scale)
+
 
 @frozen(eq=False)
 class Codes:

@@ -22,6 +22,7 @@ from .bitsandbytes import NF4, read_bitsandbytes
 from .codes import Scheme
 from .compressed import Compressed, read_compressed
 from .format import Fused, Stored, WeightFormat
+from .fp4 import MXFP4
 from .fp8 import read_fbgemm, read_fp8
 from .gptq import GPTQ, read_gptq
 from .grouped import ONLINE, grouped_formats
@@ -67,6 +68,12 @@ def detect(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None)
     return _read(READERS[method], own)
 
 
+def stacked_scheme(config: Mapping[str, Any]) -> Scheme | None:
+    """Return the scheme of stacked experts that describe themselves (gpt-oss's MXFP4), or None."""
+    own = config.get("quantization_config")
+    return MXFP4 if isinstance(own, Mapping) and own.get("quant_method") == "mxfp4" else None
+
+
 def _read(reader: Callable[[Mapping[str, Any]], Method], config: Mapping[str, Any]) -> Method:
     """Call a reader. Raises: CheckpointError: values of a wrong kind, which the reader trips over."""
     try:
@@ -96,6 +103,11 @@ def check_asked(asked: str | None, method: Method | None) -> None:
 def online(asked: str | None) -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat] | None:
     """Return the choice of formats that rounds plain numbers as `--quantization` asks, or None if it does not."""
     return grouped_formats(ONLINE[asked]) if asked in ONLINE else None
+
+
+def online_scheme(asked: str | None) -> Scheme | None:
+    """Return what `--quantization` rounds plain numbers to, or None if it does not."""
+    return ONLINE.get(asked or "")
 
 
 @frozen(eq=False)
