@@ -1,4 +1,7 @@
-"""Attention, as a model of 8B (32 query heads, 8 kv heads, 128) and one of 0.6B (16, 8, 128) run it; pages of 64."""
+"""Attention, as a model of 8B (32 query heads, 8 kv heads, 128) and one of 0.6B (16, 8, 128) run it; pages of 64.
+
+Caches are bf16, and for the cases of CODED also fp8 and int8, with half the bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from tinyserve.kernels import attention_decode as decode
 from tinyserve.kernels import attention_merge as merge
 from tinyserve.kernels import attention_prefill as prefill
 from tinyserve.kernels import attention_verify as verify
+from tinyserve.kernels import coded
 
 D, KV_HEADS, SCALE = 128, 8, 128**-0.5
 TOKENS = 10 * 32768  # of the cache, more than the longest case
@@ -35,6 +39,7 @@ DECODES = {
     "256 x 100..2048": SPREAD,
     "32k among 31 x 1k": [1024] * 31 + [32768],
 }
+CODED_DECODES = ("1 x 4k", "1 x 32k", "8 x 32k", "32 x 640", "32 x 4k", "256 x 1k")
 VERIFIES = {"4 of 1 x 4k": (4, [4096]), "4 of 32 x 4k": (4, [4096] * 32), "16 of 8 x 4k": (16, [4096] * 8)}
 PREFILLS = {
     # (queries, length) of each sequence
@@ -51,15 +56,22 @@ PREFILLS = {
 
 @frozen
 class Cache:
-    """Pages of one layer. k, v: [blocks, KV_HEADS, page, D]."""
+    """Pages of one layer. k, v: [blocks, KV_HEADS, page, D]. token: bytes of one, keys and values."""
 
-    k: torch.Tensor
-    v: torch.Tensor
+    k: torch.Tensor | coded.CodedCache
+    v: torch.Tensor | coded.CodedCache
+    token: int
 
     @classmethod
-    def make(cls, page: int) -> Cache:
+    def make(cls, page: int, kind: str = "") -> Cache:
+        """Of normal numbers; kind: of coded.py, else bfloat16."""
         shape = (TOKENS // page, KV_HEADS, page, D)
-        return cls(*(torch.empty(shape, dtype=torch.bfloat16).normal_() for _ in range(2)))
+        drawn = [torch.empty(shape, dtype=torch.bfloat16).normal_() for _ in range(2)]
+        if not kind:
+            return cls(*drawn, 2 * KV_HEADS * D * 2)
+        scale = None if kind == "int8" else 1.0
+        made = [coded.CodedCache(*coded.encode_reference(one.float(), kind, scale), kind) for one in drawn]
+        return cls(*made, 2 * KV_HEADS * (D + 4 * (scale is None)))
 
     def tables(self, lengths: list[int]) -> list[torch.Tensor]:
         """Block tables [S, B] of scattered blocks, in as many sets as the cache and 256 MiB hold, at most 24."""
@@ -68,7 +80,7 @@ class Cache:
         needed = sum(-(-length // page) for length in lengths)
         sets = max(1, min(24, (blocks - 1) // needed))
         made = []
-        order = torch.randperm(blocks - 1).to(torch.int32) + 1 if self.k.device.type != "meta" else None
+        order = torch.randperm(blocks - 1).to(torch.int32) + 1 if coded.raw(self.k).device.type != "meta" else None
         for number in range(sets):
             table = torch.zeros(len(lengths), width, dtype=torch.int32)
             used = number * needed
@@ -105,7 +117,7 @@ def decode_case(cache: Cache, model: str, shape: str, lengths: list[int]) -> Cas
         where = tables[0][some], lens[some]
         return distance(out[some], decode.attention_decode_reference(q[some], cache.k, cache.v, *where, **options))
 
-    moved = 2 * sum(lengths) * KV_HEADS * D * 2
+    moved = sum(lengths) * cache.token
     calls = [call(table) for table in tables]
     return Case("attention_decode", f"{model} {shape}", calls, moved, 0, error, {"lengths": lengths})
 
@@ -131,7 +143,7 @@ def ragged_case(cache: Cache, operation, shape: str, sequences: list[tuple[int, 
 
     window = options.get("window") or 1 << 30
     seen = sum(min(length - queries + query + 1, window) for queries, length in sequences for query in range(queries))
-    moved = 2 * sum(lengths) * KV_HEADS * D * 2
+    moved = sum(lengths) * cache.token
     calls = [call(table) for table in tables]
     return Case(operation.__name__, shape, calls, moved, 4 * seen * 32 * D, error, {"lengths": lengths})
 
@@ -150,9 +162,18 @@ def cases() -> Iterator[Case]:
     cache = Cache.make(16)
     yield decode_case(cache, "8B", "32 x 4k, page 16", DECODES["32 x 4k"])
     yield ragged_case(cache, prefill.attention_prefill, "4 x 4k, page 16", PREFILLS["4 x 4k"])
+    for kind in coded.LARGEST:
+        del cache
+        cache = Cache.make(64, kind)
+        for shape in CODED_DECODES:
+            yield decode_case(cache, "8B", f"{shape}, {kind}", DECODES[shape])
+        yield ragged_case(cache, verify.attention_verify, f"4 of 32 x 4k, {kind}", [(4, 4096)] * 32)
+        for shape in ("4 x 4k", "2k after 14k"):
+            yield ragged_case(cache, prefill.attention_prefill, f"{shape}, {kind}", PREFILLS[shape])
 
 
 PART_TILES = [(64, 3, 4), (64, 4, 4), (64, 3, 2), (64, 2, 4), (128, 2, 8), (32, 4, 2), (32, 5, 4)]
+CODED_TILES = [(64, 3, 4), (64, 4, 4), (64, 3, 2)]
 PREFILL_TILES = [
     # BLOCK_M, TILE, STAGES, EDGE_STAGES, TMA, num_warps
     (64, 64, 3, 2, True, 4),
@@ -172,6 +193,11 @@ def variants(case: Case) -> Iterator[dict]:
             yield {
                 "BLOCK_M": rows, "TILE": tile, "STAGES": stages, "EDGE_STAGES": edge, "TMA": tma, "num_warps": warps,
             }  # fmt: skip
+        return
+    if any(kind in case.shape for kind in coded.LARGEST):  # bound by instructions as well: more programs may help
+        for tile, stages, warps in CODED_TILES:
+            for programs in (264, 396, 528):
+                yield {"TILE": tile, "STAGES": stages, "num_warps": warps, "PROGRAMS": programs}
         return
     few = len(case.tags["lengths"]) < 64
     short = sum(case.tags["lengths"]) <= 4096

@@ -108,3 +108,18 @@ def test_what_cannot_be_coded_is_refused():
     for layer, message in ((LayerKV(1, 576, latent=True), "latent attention"), (LayerKV(2, 5), "of an even size")):
         with pytest.raises(ConfigError, match=f"--kv-cache-dtype fp8 .*{message}"):
             cache_dtype("fp8", torch.bfloat16, [layer])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_on_a_device(folder, kind):
+    """bfloat16, kernels: as near to those of plain numbers as on the CPU."""
+    device = torch.accelerator.current_accelerator()
+    found = []
+    for dtype in (None, KINDS[kind]):
+        model = load_model(resolve(str(folder)), dtype="bfloat16", device=device)
+        found.append(logprobs(model, dtype).float())
+    apart = (found[0] - found[1]).abs().mean().item()
+    print(kind, apart)
+
+    assert 0 < apart < 0.05
