@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 TEXT = Path(__file__).parent / "cpu_text.txt"
-# dtype, --quantization
+# dtype, --quantization, --kv-cache-dtype
 FORMATS = {
     "fp32": ("float32", None),
     "bf16": ("bfloat16", None),
@@ -23,6 +23,9 @@ FORMATS = {
     "fp8": ("float32", "fp8"),
     "int8": ("float32", "int8"),
     "int4": ("float32", "int4"),
+    "kv-fp8": ("float32", None, "fp8"),
+    "kv-fp8_e5m2": ("float32", None, "fp8_e5m2"),
+    "kv-int8": ("float32", None, "int8"),
 }
 
 
@@ -31,8 +34,9 @@ def measure(model: str, name: str, tokens: int) -> dict:
     from tinyserve import LLM, SamplingParams
     from tinyserve.quant.cpu import packed_bytes
 
-    dtype, asked = FORMATS[name]
+    dtype, asked, *cache = FORMATS[name]
     options = {"dtype": dtype, "quantization": asked, "max_model_len": tokens + 64, "max_num_seqs": 1}
+    options |= {"kv_cache_dtype": cache[0]} if cache else {}
     options |= {
         "max_num_batched_tokens": 512,
         "num_gpu_blocks_override": tokens // 16 + 32,

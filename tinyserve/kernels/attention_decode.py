@@ -494,4 +494,5 @@ def part_options(name: str, q: torch.Tensor, k_cache: torch.Tensor, sequences: i
         "num_warps": 4 if rows * block_d <= 8192 else 8,
     }
     shape = {"head_dim": head_dim, "group": group, "sequences": sequences, "page": k_cache.shape[2]}
+    shape["coded"] = int(width < head_dim)
     return choose(name, q, default, **shape, **({"queries": queries} if queries > 1 else {}))

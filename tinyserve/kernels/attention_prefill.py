@@ -452,9 +452,8 @@ def _options(q: torch.Tensor, k_cache: torch.Tensor, max_query_len: int) -> dict
         "EDGE_STAGES": min(stages, 2) if hopper else stages,
         "num_warps": 8 if crowded else 4,
     }
-    return choose(
-        "attention_prefill", q, default, head_dim=head_dim, group=group, max_query_len=max_query_len, page=page
-    )
+    shape = {"head_dim": head_dim, "group": group, "max_query_len": max_query_len, "page": page}
+    return choose("attention_prefill", q, default, **shape, coded=int(width < head_dim))
 
 
 def _sizes(device: launch.DeviceFacts, item_size: int, block_d: int, tma: bool) -> tuple[tuple[int, int, int], ...]:

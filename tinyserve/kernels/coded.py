@@ -15,7 +15,8 @@ then one operand, all high bytes another, in their places already: q Kᵀ is the
 halves. A code becomes bfloat16 by moving its bits to where a float has them: e4m3 and e5m2 times a power of two, as
 their exponents count from elsewhere; the lower 7 bits of int8 as 128 + x, less 128 + its sign.
 
-A number too large for its type becomes the largest. Of int8, a row with a NaN is all NaN, through its scale.
+A number too large for its type becomes the largest. Of int8, a row with a NaN is all NaN, through its scale; the NaN of
+fp8 is a NaN for references only, kernels read it as a number beyond the largest.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (e4m3, e5m2); Liu et al., "KIVI",
 arXiv:2402.02750, section 2 (keys and values by token); Kim et al., arXiv:2211.10017, section 3 (bits that are moved).
