@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from tinyserve.runner.hands import Hands
 from tinyserve.runner.runner import Limits, Runner
 from tinyserve.runner.warmup import check_rings, graph_bytes, warm_up
 from tinyserve.sampling.sampler import Sampler
-from tinyserve.step import RowParams, SeqSlice, SlotOpening, StepInput
+from tinyserve.step import Decodes, RowParams, SeqSlice, SlotOpening, StepInput, TableEdit
 
 LIMITS = Limits(rows=12, max_seqs=12, max_tokens=64, max_model_len=64, block_size=8, groups=1, depth=2)
 WANTED = Wanted(decodes=(1, 2, 4, 12), mixed=((0, 16), (0, 32), (4, 16)))
@@ -30,9 +31,10 @@ class Again:
 
     def replay(self):
         self.replays += 1
-        new = self.work()
-        self.result.hidden.copy_(new.hidden)
-        self.result.logits.copy_(new.logits)
+        with torch.inference_mode():
+            new = self.work()
+            self.result.hidden.copy_(new.hidden)
+            self.result.logits.copy_(new.logits)
 
 
 class Recorder:
@@ -172,6 +174,39 @@ def test_large_steps_launched_aside_change_nothing(make):
 
     assert found == outputs(plain)
     assert len(threads) == 2 and threading.get_ident() in threads
+
+
+def decodes(rows, starts, steps, **more):
+    """Steps of the same rows, as a convoy plans them."""
+    return [StepInput(step_id=k, slices=Decodes(rows, np.array(starts) + k), **more) for k in range(steps)]
+
+
+def test_repeated_steps_give_what_they_would_alone(make):
+    """3 rows decode 12 times in a graph of 4, then a block comes, two more, a row ends, another comes, 2 rows decode:
+    the tokens of steps that are never alike, and 15 of them were launched by looking at nothing but positions."""
+    plain, graphed = make(), make(Recorded(Recorder(), WANTED))
+    for runner in (plain, graphed):
+        warm_up(runner)
+    kinds = RowParams(temperature=0.0), RowParams(temperature=0.8, seed=5), RowParams(temperature=0.7, top_k=3, seed=2)
+    opened = tuple(SlotOpening(slot, 4, (slot, 1, 2, slot), kind) for slot, kind in enumerate(kinds))
+    rows, two = (0, 1, 2), (3, 1)
+    steps = [StepInput(step_id=0, opened=opened, slices=tuple(SeqSlice(slot, 0, 4) for slot in rows))]
+    steps += decodes(rows, [4, 4, 4], 12)
+    steps += decodes(rows, [16, 16, 16], 1, edits=(TableEdit(1, 0, 2, (9,)),)) + decodes(rows, [17, 17, 17], 2)
+    new = SlotOpening(3, 2, (7, 8), kinds[1])
+    steps.append(StepInput(step_id=0, closed=(0,), opened=(new,), slices=(SeqSlice(3, 0, 2), SeqSlice(1, 19, 1))))
+    steps += decodes(two, [2, 20], 3)
+    repeated = []
+    repeat = graphed._repeat
+    graphed._repeat = lambda step: repeated.append(step.step_id) or repeat(step)
+
+    def tokens(runner):
+        landed = [runner.launch(step).landing.result(10) for step in steps]
+        return [[piece.tokens for piece in output.slices] for output in landed]
+
+    assert tokens(graphed) == tokens(plain)
+    assert torch.equal(graphed.rows.tokens[:4], plain.rows.tokens[:4])
+    assert len(repeated) == 11 + 2 + 2
 
 
 def test_a_start_records_a_few_and_idle_time_the_rest(make):

@@ -176,11 +176,11 @@ class BatchBuilder:
         self._rows = rows
         self._state = RowState(rows.tokens, rows.tables, params)
         self._layout = _Layout(max_tokens, max_seqs)
-        self._device = device
         self._mail = device.host_buffer(ring, self._layout.size, dtype=torch.int32).zero_()
         self._flat = list(self._mail.numpy())
         self._filled: list[tuple[tuple[int, ...], Shape] | None] = [None] * ring  # rows that a slot names
         self.home = device.host_buffer(ring, 2 * max_seqs, dtype=torch.int32)
+        self._given = list(self.home.numpy())
         self.slot = ring - 1
         groups, _, width = rows.tables.shape
 
@@ -246,7 +246,7 @@ class BatchBuilder:
 
     def given(self, seqs: int) -> np.ndarray:
         """Where the step that was sent last leaves the tokens and bad flags of so many sequences: [2 S], later."""
-        return self.home.numpy()[self.slot, : 2 * seqs]
+        return self._given[self.slot][: 2 * seqs]
 
     def follow(self) -> None:
         """Let the device's turn be the host's again, after steps that were sent but did not run as a whole."""
@@ -345,7 +345,7 @@ class BatchBuilder:
         """The Batch that layers read; its gathered parts hold something after `gather`."""
         shape, out = views.shape, views.out
         # References copy what they are given, so on the CPU tables end with the longest sequence.
-        width = -(-max_seq_len // self._rows.block_size) if self._device.is_cpu else out.tables.shape[2]
+        width = -(-max_seq_len // self._rows.block_size) if self._ints.is_cpu else out.tables.shape[2]
         return Batch(
             tokens=out.tokens,
             positions=out.positions,

@@ -28,7 +28,14 @@ def scored(pieces: Sequence[SeqSlice], rows: Rows) -> list[int]:
     ]
 
 
-def score(
+def score_all(
+    hidden: torch.Tensor, pieces: Sequence[SeqSlice], order: Sequence[int], rows: Rows, model: Any, sampler: Any
+) -> dict[int, list[Any]]:
+    """The reports of all pieces that have any, by the slice that they are of: order[index of the piece]."""
+    return {order[i]: _score(hidden, pieces, i, rows, model, sampler) for i in scored(pieces, rows)}
+
+
+def _score(
     hidden: torch.Tensor, pieces: Sequence[SeqSlice], index: int, rows: Rows, model: Any, sampler: Any
 ) -> list[Any]:
     """Log-probabilities of the prompt tokens that follow the positions of piece `index`, some rows at a time.
