@@ -1,4 +1,5 @@
-"""Products with quantised weights at the shapes of a Llama of 8B: fp8 with a scale a row, and int4 in groups of 128.
+"""Products with quantised weights at the shapes of a Llama of 8B: fp8 with a scale a row, or one for a block of
+128 x 128, and int4 in groups of 128.
 
 A product is recorded in a row of itself over enough copies of the codes that the device's cache never helps. Up to 64
 tokens by the kernels that read codes; for more tokens beside what else could be done: activations rounded to fp8 and
@@ -25,17 +26,19 @@ from tinyserve.kernels.round_rows import round_rows
 from tinyserve.kernels.scaled_gemm import scaled_gemm, scaled_gemm_reference
 from tinyserve.quant.grouped import scaled_product
 
-TOKENS = {"fp8": (1, 16, 64), "int4": (1, 16, 64)}
-MANY = (128, 256, 2048)
-FORMATS = {"fp8": 8, "int4": 4}
+TOKENS = {"fp8": (1, 16, 64), "fp8-blocks": (1, 16, 64), "int4": (1, 8, 16, 64, 256)}
+MANY = (256, 2048)
+FORMATS = {"fp8": 8, "fp8-blocks": 8, "int4": 4}
+STRIPS = 16  # tokens of int4 up to which packed_gemm goes to packed_strips
 
 
 def weight_of(format: str, role: Role) -> Packed:
     """Random codes; scales give numbers of a usual size."""
     rows, columns, size = role.rows, role.inputs, role.inputs**-0.5
-    if format == "fp8":
+    if format != "int4":
         codes = (torch.randn(rows, columns, dtype=torch.bfloat16) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return Packed(codes, torch.full((rows, 1), size / 64), None, columns, 8, 0, "e4m3")
+        width, groups = (128, columns // 128) if format == "fp8-blocks" else (0, 1)
+        return Packed(codes, torch.full((rows, groups), size / 64), None, columns, 8, width, "e4m3")
     codes = torch.randint(-(2**15), 2**15, (rows, columns // 4), dtype=torch.int16)
     scales = torch.full((rows, columns // 128), size / 4.6, dtype=torch.float16)
     return Packed(codes, scales, None, columns, 4, 128, "int", 8)
@@ -57,7 +60,7 @@ def cases() -> Iterator[Case]:
                         for c in others]  # fmt: skip
             for tokens in TOKENS[format]:
                 yield from _few(format, role, tokens, weights)
-            for tokens in MANY if role.name in ("qkv", "gate_up") else ():
+            for tokens in MANY if role.name in ("qkv", "gate_up") and format != "fp8-blocks" else ():
                 yield from _many(format, role, tokens, weights[: 2 if tokens > 256 else None])
 
 
@@ -78,23 +81,27 @@ def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterato
 
     if tokens == 1:
         yield case(
-            "packed_gemv",
+            "packed_strips" if format == "int4" else "packed_gemv",
             lambda w: packed_gemv(x, w, **options),
             lambda: packed_gemv_reference(x, weights[0], **options),
         )
         return
     own = {"gate": gate, "parts": role.residual}
-    if format == "fp8":
-        same = {"dtype": torch.bfloat16, "gate": gate}
+    if format != "int4":
+        same, width = {"dtype": torch.bfloat16, "gate": gate}, weights[0].width
         yield case(
             "scaled_gemm",
-            lambda w: scaled_gemm(*round_rows(x), w, parts=role.residual, **same),
-            lambda: scaled_gemm_reference(*round_rows(x), weights[0], **same),
+            lambda w: scaled_gemm(*round_rows(x, width=width), w, parts=role.residual, **same),
+            lambda: scaled_gemm_reference(*round_rows(x, width=width), weights[0], **same),
         )
-    else:
-        yield case(
-            "packed_gemm", lambda w: packed_gemm(x, w, **own), lambda: packed_gemm_reference(x, weights[0], gate=gate)
-        )
+        return
+    name = "packed_strips" if tokens <= STRIPS else "packed_gemm"
+    yield case(name, lambda w: packed_gemm(x, w, **own), lambda: packed_gemm_reference(x, weights[0], gate=gate))
+    if role.gate and tokens > 64:
+        yield Case(
+            "apart", shape, [lambda w=w: gated_activation(packed_gemm(x, w), "silu") for w in weights],
+            **given | {"tags": {"role": Role("apart", role.inputs, role.rows), "tokens": tokens, "format": format}},
+        )  # fmt: skip
 
 
 def _many(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterator[Case]:
@@ -111,21 +118,20 @@ def _many(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterat
         yield Case("scaled", shape, gated(lambda w: scaled_product(*round_rows(x), w, None)), **given)
     else:
         yield Case("dense", shape, gated(lambda w: F.linear(x, packed_dense(w, torch.bfloat16))), **given)
-        gate = "silu" if role.gate else None
-        if tokens <= 256:
-            yield Case("packed_gemm", shape, [lambda w=w: packed_gemm(x, w, gate=gate) for w in weights], **given)
 
 
 # Rows and columns of a tile, warps.
-GEMV_TILES = {
-    "fp8": [(8, 512, 4), (8, 1024, 4), (4, 1024, 4), (4, 1024, 2)],
-    "int4": [(4, 1024, 1), (2, 1024, 1), (8, 1024, 1), (8, 1024, 2), (4, 2048, 2)],
-}
+GEMV_TILES = [(8, 512, 4), (8, 1024, 4), (4, 1024, 4), (4, 1024, 2)]
+# Tiles of 128 columns of a warp and step, warps.
+STRIP_TILES = {1: [(2, 4), (2, 8), (1, 4), (1, 8), (4, 4)], 8: [(2, 4), (2, 8), (1, 8)], 16: [(1, 4), (1, 8), (2, 4)]}
 # Rows and columns of a tile, stages, warps.
-GEMM_TILES = {
-    "fp8": [(64, 256, 4, 4), (64, 256, 3, 4), (128, 128, 4, 8), (128, 128, 4, 4), (64, 128, 6, 4)],
-    "int4": [(64, 128, 4, 4), (64, 128, 6, 2), (32, 128, 6, 2), (32, 128, 6, 1), (16, 128, 8, 1), (128, 128, 4, 8)],
-}
+FP8_TILES = [(64, 256, 4, 4), (64, 256, 3, 4), (128, 128, 4, 8), (128, 128, 4, 4), (64, 128, 6, 4)]
+# Tokens and rows of a tile, stages, warps, whether numbers are scaled before the product; half the rows if gated.
+INT4_TILES = {
+    64: [(64, 64, 4, 4, 0), (64, 128, 4, 8, 0), (64, 128, 4, 4, 1), (64, 256, 3, 8, 1)],
+    256: [(128, 256, 3, 8, 1), (128, 256, 4, 8, 1), (128, 128, 2, 4, 1), (128, 128, 3, 8, 1), (128, 128, 4, 8, 0),
+          (128, 64, 3, 4, 0), (256, 128, 2, 8, 1)],
+}  # fmt: skip
 
 
 def variants(case: Case) -> Iterator[dict]:
@@ -133,28 +139,42 @@ def variants(case: Case) -> Iterator[dict]:
         return
     role, tokens, format = case.tags["role"], case.tags["tokens"], case.tags["format"]
     if case.kernel == "packed_gemv":
-        for rows, columns, warps in GEMV_TILES[format]:
-            rows = max(rows // (2 if role.gate else 1), 1)
+        for rows, columns, warps in GEMV_TILES:
             if role.inputs % columns == 0:
-                for ahead in (0, 1) if format == "int4" else (0,):
-                    yield {"BLOCK_N": rows, "BLOCK_K": columns, "AHEAD": ahead, "num_warps": warps}
-        return
-    size = 1 if format == "fp8" else 2
-    for rows, columns, stages, warps in GEMM_TILES[format]:
-        if tokens == 64 and rows < 32:
+                rows = max(rows // (2 if role.gate else 1), 1)
+                yield {"BLOCK_N": rows, "BLOCK_K": columns, "AHEAD": 0, "num_warps": warps}
+    elif case.kernel == "packed_strips":
+        for tiles, warps in STRIP_TILES[tokens]:
+            if tiles * warps * 128 <= role.inputs:
+                yield {"TILES": tiles, "num_warps": warps}
+    elif format == "int4":
+        for block, rows, stages, warps, fold in INT4_TILES[tokens]:
+            for splits in (2, 4) if role.residual else (1,):
+                yield {
+                    "BLOCK_M": block, "BLOCK_N": rows // (1 + role.gate), "BLOCK_K": 128, "SPLITS": splits,
+                    "STAGES": stages, "FOLD": fold, "num_warps": warps,
+                }  # fmt: skip
+    else:
+        yield from _fp8_variants(role, tokens, format)
+
+
+def _fp8_variants(role: Role, tokens: int, format: str) -> Iterator[dict]:
+    block = 64 if tokens > 32 else 16
+    for rows, columns, stages, warps in FP8_TILES:
+        if columns > 128 and format == "fp8-blocks":
             continue
-        stage = (64 if tokens > 32 else 16) * columns * size + rows * (1 + role.gate) * columns * FORMATS[format] // 8
         for splits in (2, 4) if role.residual else (1,):
+            stage = (block + rows * (1 + role.gate)) * columns
             if stage * stages <= 220_000 and role.inputs % (columns * splits) == 0:
                 yield {
-                    "BLOCK_M": 64 if tokens > 32 else 16, "BLOCK_N": rows, "BLOCK_K": columns, "SPLITS": splits,
-                    "STAGES": stages, "num_warps": warps,
+                    "BLOCK_M": block, "BLOCK_N": rows, "BLOCK_K": columns, "SPLITS": splits, "STAGES": stages,
+                    "num_warps": warps,
                 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def using(options: dict) -> Iterator[None]:
     """Launchers take `options` over what they would choose."""
-    names = ("packed_gemv", "packed_gemm", "scaled_gemm")
+    names = ("packed_gemv", "packed_gemm", "packed_strips", "scaled_gemm")
     with options_replaced([importlib.import_module(f"tinyserve.kernels.{name}") for name in names], options):
         yield

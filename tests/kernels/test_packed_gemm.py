@@ -42,11 +42,28 @@ def test_parts_add_up_to_the_product(device, monkeypatch, name):
     assert packed_gemm(x[:0], weight, bias).shape == (0, 40)
 
 
+@pytest.mark.parametrize("name", ["int4-128", "int4-128-zeros"])
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_numbers_scaled_before_the_product_give_the_product(device, monkeypatch, name, gate):
+    """As many tokens take it: breaks if a scale meets another row, or codes are rounded twice (bfloat16 on a GPU)."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    chosen = {"FOLD": 1, "BLOCK_M": 128, "BLOCK_N": 64 if gate else 128, "BLOCK_K": 128, "STAGES": 2, "num_warps": 4}
+    monkeypatch.setattr(launch, "tuned_rows", lambda name: {"packed_gemm": [{"when": {}, "use": chosen}]})
+    weight, dense = weight_of(name, 70, 512, device=device)
+    x = randn(130, 512, dtype=dtype, device=device)
+
+    actual = packed_gemm(x, weight, gate=gate)
+
+    rounded = dense.to(device).to(dtype) if device.type != "cpu" else dense
+    assert_close(actual, skinny_gemm_reference(x, rounded, gate=gate), scale=1 if device.type != "cpu" else 4)
+
+
 def compile_cases():
     for name, tokens, rows, width, gate, parts in [
         ("int4-128-zeros", 40, 14336, 4096, "silu", False),
         ("int4-32-added", 16, 4096, 4096, "silu", False),
         ("fp8-row", 64, 4096, 14336, None, True),
+        ("int4-128", 256, 4096, 14336, None, True),
     ]:
         weight = meta_weight(name, rows * (2 if gate else 1), width)
         x = torch.empty(tokens, width, dtype=torch.bfloat16)

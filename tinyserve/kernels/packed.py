@@ -251,6 +251,90 @@ def four_nibbles(code, minus, HALF: tl.constexpr):
 
 
 @triton.jit
+def pair_product(x, y):
+    """x * y in bfloat16 or float16, rounded once, two numbers an instruction."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def four_scaled_nibbles(code, minus, high, low, HALF: tl.constexpr):
+    """As `four_nibbles`, times a scale that is `high` + `low`, as if rounded once: what `low` adds is small."""
+    if HALF:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 w, one, t;
+            mov.b32 one, 0x3C003C00;
+            lop3.b32 w, $4, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 w, w, one, $5;
+            mul.rn.f16x2 t, w, $7;
+            fma.rn.f16x2 $0, w, $6, t;
+            shr.u32 w, $4, 4;
+            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 w, w, one, $5;
+            mul.rn.f16x2 t, w, $7;
+            fma.rn.f16x2 $1, w, $6, t;
+            shr.u32 w, $4, 8;
+            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 w, w, one, $5;
+            mul.rn.f16x2 t, w, $7;
+            fma.rn.f16x2 $2, w, $6, t;
+            shr.u32 w, $4, 12;
+            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 w, w, one, $5;
+            mul.rn.f16x2 t, w, $7;
+            fma.rn.f16x2 $3, w, $6, t;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [code, minus, high, low],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 w, one, t;
+            mov.b32 one, 0x3F803F80;
+            lop3.b32 w, $4, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 w, w, one, $5;
+            mul.rn.bf16x2 t, w, $7;
+            fma.rn.bf16x2 $0, w, $6, t;
+            shr.u32 w, $4, 4;
+            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 w, w, one, $5;
+            mul.rn.bf16x2 t, w, $7;
+            fma.rn.bf16x2 $1, w, $6, t;
+            shr.u32 w, $4, 8;
+            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 w, w, one, $5;
+            mul.rn.bf16x2 t, w, $7;
+            fma.rn.bf16x2 $2, w, $6, t;
+            shr.u32 w, $4, 12;
+            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 w, w, one, $5;
+            mul.rn.bf16x2 t, w, $7;
+            fma.rn.bf16x2 $3, w, $6, t;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [code, minus, high, low],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def _packed_dense_kernel(
     codes_ptr,  # [N, row_elements]
     scales_ptr,  # [N, G]

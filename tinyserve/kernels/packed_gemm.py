@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation import activate, gated_activation_reference
+from .activation import activate, gated_activation, gated_activation_reference
 from .launch import (
     cdiv,
     check_rows,
@@ -36,8 +36,9 @@ from .launch import (
     use_kernel,
     wait_inputs,
 )
-from .packed import Packed, four_nibbles, packed_dense_reference, shrunk, single
+from .packed import Packed, four_nibbles, four_scaled_nibbles, packed_dense_reference, shrunk, single
 from .packed_gemv import check_packed
+from .packed_strips import packed_strips, strips_fit
 
 
 def packed_gemm_reference(
@@ -83,17 +84,26 @@ def _product(
     SCALED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
-    """total + the product of a tile of W with its columns of x."""
+    """total + the product of a tile of W with its columns of x; of the scaled tile if FOLD."""
     LANES: tl.constexpr = TILE // PER
     kind = x_row.dtype.element_ty
     if NATIVE and PER == 4 and not SCALED and kind != tl.float32:
         half: tl.constexpr = kind == tl.float16
         base: tl.constexpr = 1024.0 if half else 128.0
-        w0, w1, w2, w3 = four_nibbles(code, tl.full(code.shape, -(base + MIDDLE), kind), half)
-        if ZEROS:
-            shift = zero[:, None].to(kind)
-            w0, w1, w2, w3 = w0 - shift, w1 - shift, w2 - shift, w3 - shift
+        minus = tl.full(code.shape, -(base + MIDDLE), kind)
+        if FOLD:
+            if ZEROS:
+                minus = tl.broadcast_to((-(zero + base)).to(kind)[:, None], code.shape)
+            high = scale.to(kind)
+            low = (scale - high.to(tl.float32)).to(kind)[:, None]
+            w0, w1, w2, w3 = four_scaled_nibbles(code, minus, high[:, None], low, half)
+        else:
+            w0, w1, w2, w3 = four_nibbles(code, minus, half)
+            if ZEROS:
+                shift = zero[:, None].to(kind)
+                w0, w1, w2, w3 = w0 - shift, w1 - shift, w2 - shift, w3 - shift
         x0 = _columns_of_x(x_row, column, token, M, K, EVEN)
         total = tl.dot(w0, tl.trans(x0), total, input_precision="ieee")
         x1 = _columns_of_x(x_row, column + LANES, token, M, K, EVEN)
@@ -164,6 +174,7 @@ def _one_step(
     ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
+    FOLD: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """total + the product of one step, with its scales unless a row has only one."""
@@ -175,11 +186,14 @@ def _one_step(
         scale = _of_groups(scales_ptr, read, start, tile, G, K, TILE, WIDTH, BLOCK_K)
     if ZEROS:
         zero = _of_groups(zeros_ptr, read, start, tile, G, K, TILE, WIDTH, BLOCK_K)
-    apart: tl.constexpr = WIDTH > 0 and not SCALED
+    quick: tl.constexpr = NATIVE and PER == 4 and x_row.dtype.element_ty != tl.float32
+    fold: tl.constexpr = FOLD and WIDTH > 0 and not SCALED and quick
+    apart: tl.constexpr = WIDTH > 0 and not SCALED and not fold
     part = tl.zeros(total.shape, tl.float32) if apart else total
     part = _product(
-        part, code, x_row, column, token, scale, zero, M, K, KIND, PER, TILE, MIDDLE, ZEROS, ADDED, SCALED, NATIVE, EVEN
-    )
+        part, code, x_row, column, token, scale, zero, M, K, KIND, PER, TILE, MIDDLE, ZEROS, ADDED, SCALED, NATIVE,
+        EVEN, fold,
+    )  # fmt: skip
     return total + part * scale[:, None] if apart else part
 
 
@@ -208,6 +222,7 @@ def _packed_gemm_kernel(
     ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K * SPLITS
+    FOLD: tl.constexpr,  # scale numbers, not sums, where both can be done
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a multiple of TILE
@@ -216,10 +231,10 @@ def _packed_gemm_kernel(
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    split = tl.program_id(1)
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(row, N - 1)  # rows past the end read the last one again, and are not stored
-    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # programs of the same rows run at the same time
     share = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
     first = split * share
     LANES: tl.constexpr = TILE // PER
@@ -237,12 +252,13 @@ def _packed_gemm_kernel(
         element = start // PER + lane
         total = _one_step(
             total, codes_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr, read, start,
-            tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, BLOCK_K,
+            tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, FOLD, BLOCK_K,
         )  # fmt: skip
         if GATE != "":
             total_up = _one_step(
                 total_up, up_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr,
-                read + N, start, tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, BLOCK_K,
+                read + N, start, tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, FOLD,
+                BLOCK_K,
             )  # fmt: skip
 
     if WIDTH == 0:
@@ -289,6 +305,10 @@ def packed_gemm(
         raise ValueError("packed_gemm: a gated product has no parts")
     if not use_kernel(x):
         return packed_gemm_reference(x, weight, bias, gate=gate, parts=parts)
+    if strips_fit(x, weight):
+        return packed_strips(x, weight, bias, gate=gate, parts=parts)
+    if gate is not None and x.dtype == torch.float32:  # two sums of float32 have no room in registers
+        return gated_activation(packed_gemm(x, weight, bias), gate)
     tokens, rows = x.shape[0], weight.codes.shape[0] // (2 if gate else 1)
     options = _options(x, weight, rows, gate is not None, parts)
     shape = (options["SPLITS"], tokens, rows) if parts else (tokens, rows)
@@ -301,7 +321,7 @@ def packed_gemm(
 def _launch(x, weight, bias, out, gate, options) -> None:
     """One program for each strip of rows, split and tile of tokens. Unused pointers point at x and are not read."""
     (tokens, columns), rows = x.shape, out.shape[-1]
-    _packed_gemm_kernel[(cdiv(rows, options["BLOCK_N"]), options["SPLITS"], cdiv(tokens, options["BLOCK_M"]))](
+    _packed_gemm_kernel[(cdiv(tokens, options["BLOCK_M"]), cdiv(rows, options["BLOCK_N"]), options["SPLITS"])](
         x,
         weight.raw(),
         weight.scales,
@@ -337,7 +357,10 @@ def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[st
     """Strips of 64 rows and several loads in flight; splits until they fill the device."""
     device, (tokens, columns) = facts(x.device), x.shape
     block_m, block_n, splits = min(max(next_power_of_2(tokens), 16), 64), 64, 1
-    block_k = 256 if weight.width == 0 and block_m < 64 and weight.bits == 8 else 128
+    wide = weight.width == 0 and weight.bits == 8 and block_m < 64 and x.element_size() == 2
+    block_k = 256 if wide else 128
+    if weight.tile == 64 and weight.bits > 2 and not weight.added:
+        block_k = 64  # so that a step lies in one group
     while splits < 4 and cdiv(rows, block_n) * splits < 2 * device.processors and columns >= 4 * splits * block_k:
         splits *= 2
     stage = block_m * block_k * x.element_size() + block_n * block_k * (1 + gated) * weight.bits // 8
@@ -350,5 +373,6 @@ def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[st
         "BLOCK_K": block_k,
         "SPLITS": splits,
         "STAGES": stages,
+        "FOLD": 0,
         "num_warps": 4,
     }

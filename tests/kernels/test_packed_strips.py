@@ -1,0 +1,76 @@
+"""One to sixteen rows times codes of four bits on matrix units, against plain numbers."""
+
+import pytest
+import torch
+
+from tests.kernels.harness import assert_close, gapped, randn
+from tests.kernels.test_packed import meta_weight, weight_of
+from tests.kernels.test_packed_gemv import keywords_of
+from tinyserve.kernels.gemv import gemv_reference
+from tinyserve.kernels.packed_strips import packed_strips, strips_fit
+from tinyserve.kernels.skinny_gemm import skinny_gemm_reference
+
+FOUR_BITS = ["int4-128", "int4-128-zeros", "int4-row"]
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("parts", [{"norm", "offset", "residual"}, {"norm", "gate", "bias"}], ids=["norm", "gate"])
+def test_one_row_is_the_product_of_its_numbers(device, dtype, name, parts):
+    """Breaks at 37 x 300 if a tile past the end joins a sum, at 19 x 3072 if a column meets another's number."""
+    if dtype == torch.float32:
+        pytest.skip("two bytes a number")
+    for rows, width in ((37, 300), (19, 3072)):
+        weight, dense = weight_of(name, rows * (2 if "gate" in parts else 1), width, device=device)
+        bias, keywords = keywords_of(parts, rows, width, dtype=dtype, device=device)
+        x = randn(1, width, dtype=dtype, device=device, spread=2)
+
+        actual = packed_strips(x, weight, bias, **keywords)
+
+        expected = gemv_reference(x, dense.to(device), bias, **keywords)
+        assert_close(actual, expected, scale=4)
+        assert torch.equal(actual, packed_strips(x, weight, bias, **keywords))
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("tokens", [3, 13])
+def test_a_few_rows_are_the_product_of_its_numbers(device, dtype, name, tokens):
+    """Breaks if the ninth token meets the first one's columns, or a row past the end is stored; parts are float32."""
+    if dtype == torch.float32:
+        pytest.skip("two bytes a number")
+    for gate, rows, width in ((None, 37, 1100), ("silu", 16, 512)):
+        weight, dense = weight_of(name, rows * (2 if gate else 1), width, device=device)
+        bias = randn(len(dense), dtype=dtype, device=device, seed=3)
+        x = gapped(randn(tokens, width, dtype=dtype, device=device))
+
+        actual = packed_strips(x, weight, bias, gate=gate)
+
+        expected = skinny_gemm_reference(x, dense.to(device), bias, gate=gate)
+        assert_close(actual, expected, scale=4)
+        if gate is None:
+            whole = packed_strips(x, weight, bias, parts=True)
+            assert whole.shape == (1, tokens, rows) and whole.dtype == torch.float32
+            assert torch.equal(whole[0].to(dtype), actual)
+
+
+def test_what_fits(device):
+    """float16 times a norm's weight may overflow before it is scaled; blocks of 32 are another kernel's."""
+    weight, _ = weight_of("int4-128", 16, 256, device=device)
+    fits = device.type == "cuda"
+    x = torch.ones(1, 256, dtype=torch.float16, device=device)
+    assert strips_fit(x, weight) == strips_fit(x.bfloat16(), weight, x[0]) == fits
+    assert not strips_fit(x, weight, x[0]) and not strips_fit(x.float(), weight)
+    assert not strips_fit(x.expand(17, 256), weight)
+    for name in ("int4-32", "int4-32-added", "int8-row"):
+        assert not strips_fit(x, weight_of(name, 16, 256, device=device)[0])
+
+
+def compile_cases():
+    for name, tokens, rows, width, parts in [
+        ("int4-128", 1, 6144, 4096, {"norm"}),
+        ("int4-128-zeros", 1, 14336, 4096, {"norm", "gate"}),
+        ("int4-row", 16, 4096, 14336, set()),
+    ]:
+        weight = meta_weight(name, rows * (2 if "gate" in parts else 1), width)
+        bias, keywords = keywords_of(parts, rows, width, dtype=torch.bfloat16, device="meta")
+        x = torch.empty(tokens, width, dtype=torch.bfloat16)
+        yield lambda x=x, w=weight, b=bias, k=keywords: packed_strips(x, w, b, **k)
