@@ -122,16 +122,23 @@ def _many(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterat
 
 # Rows and columns of a tile, warps.
 GEMV_TILES = [(8, 512, 4), (8, 1024, 4), (4, 1024, 4), (4, 1024, 2)]
-# Tiles of 128 columns of a warp and step, warps.
-STRIP_TILES = {1: [(2, 4), (2, 8), (1, 4), (1, 8), (4, 4)], 8: [(2, 4), (2, 8), (1, 8)], 16: [(1, 4), (1, 8), (2, 4)]}
 # Rows and columns of a tile, stages, warps.
 FP8_TILES = [(64, 256, 4, 4), (64, 256, 3, 4), (128, 128, 4, 8), (128, 128, 4, 4), (64, 128, 6, 4)]
-# Tokens and rows of a tile, stages, warps, whether numbers are scaled before the product; half the rows if gated.
+# Tiles of 128 columns of a warp and step, warps, steps asked for in the device's cache, whether words are carried.
+STRIP_TILES = {
+    1: [(2, 4, 4, 0), (2, 8, 4, 0), (1, 4, 8, 0), (1, 8, 4, 0), (2, 4, 0, 0), (2, 4, 4, 1)],
+    8: [(2, 4, 4, 0), (2, 8, 4, 0), (1, 8, 4, 0)],
+    16: [(1, 4, 4, 0), (1, 8, 4, 0), (2, 4, 4, 0)],
+}
+# Tokens and rows of a tile, stages, warps, whether numbers are scaled before the product.
 INT4_TILES = {
-    64: [(64, 64, 4, 4, 0), (64, 128, 4, 8, 0), (64, 128, 4, 4, 1), (64, 256, 3, 8, 1)],
-    256: [(128, 256, 3, 8, 1), (128, 256, 4, 8, 1), (128, 128, 2, 4, 1), (128, 128, 3, 8, 1), (128, 128, 4, 8, 0),
-          (128, 64, 3, 4, 0), (256, 128, 2, 8, 1)],
-}  # fmt: skip
+    64: [(64, 64, 4, 4, 0), (64, 128, 4, 8, 1)],
+    256: [(256, 128, 2, 8, 1), (256, 128, 3, 8, 1), (128, 128, 4, 8, 1), (128, 128, 4, 8, 0), (128, 256, 3, 8, 1)],
+}
+GATED_TILES = {
+    64: [(64, 64, 4, 4, 0), (64, 128, 3, 8, 1)],
+    256: [(128, 128, 3, 8, 1), (64, 128, 3, 8, 1)],
+}
 
 
 def variants(case: Case) -> Iterator[dict]:
@@ -144,15 +151,14 @@ def variants(case: Case) -> Iterator[dict]:
                 rows = max(rows // (2 if role.gate else 1), 1)
                 yield {"BLOCK_N": rows, "BLOCK_K": columns, "AHEAD": 0, "num_warps": warps}
     elif case.kernel == "packed_strips":
-        for tiles, warps in STRIP_TILES[tokens]:
-            if tiles * warps * 128 <= role.inputs:
-                yield {"TILES": tiles, "num_warps": warps}
+        for tiles, warps, far, ahead in STRIP_TILES[tokens]:
+            yield {"TILES": tiles, "FAR": far, "AHEAD": ahead, "num_warps": warps}
     elif format == "int4":
-        for block, rows, stages, warps, fold in INT4_TILES[tokens]:
+        for block, rows, stages, warps, fold in (GATED_TILES if role.gate else INT4_TILES)[tokens]:
             for splits in (2, 4) if role.residual else (1,):
                 yield {
-                    "BLOCK_M": block, "BLOCK_N": rows // (1 + role.gate), "BLOCK_K": 128, "SPLITS": splits,
-                    "STAGES": stages, "FOLD": fold, "num_warps": warps,
+                    "BLOCK_M": block, "BLOCK_N": rows, "BLOCK_K": 128, "SPLITS": splits, "STAGES": stages,
+                    "FOLD": fold, "APART": 0, "num_warps": warps,
                 }  # fmt: skip
     else:
         yield from _fp8_variants(role, tokens, format)

@@ -264,37 +264,48 @@ def pair_product(x, y):
 
 
 @triton.jit
-def four_scaled_nibbles(code, minus, high, low, HALF: tl.constexpr):
-    """As `four_nibbles`, times a scale that is `high` + `low`, as if rounded once: what `low` adds is small."""
+def two_halves(scale, kind: tl.constexpr):
+    """A scale as the sum of two numbers of 16 bits, the large one in the upper half of an int32."""
+    high = scale.to(kind)
+    low = (scale - high.to(tl.float32)).to(kind)
+    upper = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return upper | (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+
+
+@triton.jit
+def four_scaled_nibbles(code, minus, scale, HALF: tl.constexpr):
+    """As `four_nibbles`, times a scale given as `two_halves`, as if rounded once: what the small half adds is small."""
     if HALF:
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 w, one, t;
+            .reg .b32 w, t, one, high, low;
             mov.b32 one, 0x3C003C00;
+            prmt.b32 high, $6, $6, 0x3232;
+            prmt.b32 low, $6, $6, 0x1010;
             lop3.b32 w, $4, 0x000F000F, 0x64006400, 0xEA;
             fma.rn.f16x2 w, w, one, $5;
-            mul.rn.f16x2 t, w, $7;
-            fma.rn.f16x2 $0, w, $6, t;
+            mul.rn.f16x2 t, w, low;
+            fma.rn.f16x2 $0, w, high, t;
             shr.u32 w, $4, 4;
             lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
             fma.rn.f16x2 w, w, one, $5;
-            mul.rn.f16x2 t, w, $7;
-            fma.rn.f16x2 $1, w, $6, t;
+            mul.rn.f16x2 t, w, low;
+            fma.rn.f16x2 $1, w, high, t;
             shr.u32 w, $4, 8;
             lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
             fma.rn.f16x2 w, w, one, $5;
-            mul.rn.f16x2 t, w, $7;
-            fma.rn.f16x2 $2, w, $6, t;
+            mul.rn.f16x2 t, w, low;
+            fma.rn.f16x2 $2, w, high, t;
             shr.u32 w, $4, 12;
             lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
             fma.rn.f16x2 w, w, one, $5;
-            mul.rn.f16x2 t, w, $7;
-            fma.rn.f16x2 $3, w, $6, t;
+            mul.rn.f16x2 t, w, low;
+            fma.rn.f16x2 $3, w, high, t;
             }
             """,
             "=&r,=&r,=&r,=&r,r,r,r,r",
-            [code, minus, high, low],
+            [code, minus, scale],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=2,
@@ -303,31 +314,33 @@ def four_scaled_nibbles(code, minus, high, low, HALF: tl.constexpr):
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 w, one, t;
+            .reg .b32 w, t, one, high, low;
             mov.b32 one, 0x3F803F80;
+            prmt.b32 high, $6, $6, 0x3232;
+            prmt.b32 low, $6, $6, 0x1010;
             lop3.b32 w, $4, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 w, w, one, $5;
-            mul.rn.bf16x2 t, w, $7;
-            fma.rn.bf16x2 $0, w, $6, t;
+            mul.rn.bf16x2 t, w, low;
+            fma.rn.bf16x2 $0, w, high, t;
             shr.u32 w, $4, 4;
             lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 w, w, one, $5;
-            mul.rn.bf16x2 t, w, $7;
-            fma.rn.bf16x2 $1, w, $6, t;
+            mul.rn.bf16x2 t, w, low;
+            fma.rn.bf16x2 $1, w, high, t;
             shr.u32 w, $4, 8;
             lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 w, w, one, $5;
-            mul.rn.bf16x2 t, w, $7;
-            fma.rn.bf16x2 $2, w, $6, t;
+            mul.rn.bf16x2 t, w, low;
+            fma.rn.bf16x2 $2, w, high, t;
             shr.u32 w, $4, 12;
             lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 w, w, one, $5;
-            mul.rn.bf16x2 t, w, $7;
-            fma.rn.bf16x2 $3, w, $6, t;
+            mul.rn.bf16x2 t, w, low;
+            fma.rn.bf16x2 $3, w, high, t;
             }
             """,
             "=&r,=&r,=&r,=&r,r,r,r,r",
-            [code, minus, high, low],
+            [code, minus, scale],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,

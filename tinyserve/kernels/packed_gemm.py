@@ -36,7 +36,7 @@ from .launch import (
     use_kernel,
     wait_inputs,
 )
-from .packed import Packed, four_nibbles, four_scaled_nibbles, packed_dense_reference, shrunk, single
+from .packed import Packed, four_nibbles, four_scaled_nibbles, packed_dense_reference, shrunk, single, two_halves
 from .packed_gemv import check_packed
 from .packed_strips import packed_strips, strips_fit
 
@@ -95,10 +95,8 @@ def _product(
         minus = tl.full(code.shape, -(base + MIDDLE), kind)
         if FOLD:
             if ZEROS:
-                minus = tl.broadcast_to((-(zero + base)).to(kind)[:, None], code.shape)
-            high = scale.to(kind)
-            low = (scale - high.to(tl.float32)).to(kind)[:, None]
-            w0, w1, w2, w3 = four_scaled_nibbles(code, minus, high[:, None], low, half)
+                minus = (-(zero + base)).to(kind)
+            w0, w1, w2, w3 = four_scaled_nibbles(code, minus, two_halves(scale, kind), half)
         else:
             w0, w1, w2, w3 = four_nibbles(code, minus, half)
             if ZEROS:
@@ -131,21 +129,44 @@ def _product(
 
 
 @triton.jit
-def _of_groups(ptr, read, start, tile, G, K, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """float32 values of the groups of a step: [rows] if it lies in one, else [rows, elements]."""
+def _of_group(ptr, row, start, G, K, WIDTH: tl.constexpr):
+    """float32 values of the group of column `start`; row: where the rows' values begin."""
     kind: tl.constexpr = ptr.dtype.element_ty
-    row = read.to(tl.int64) * G
-    if WIDTH == 0:
-        values = tl.load(ptr + row)
-    elif WIDTH % BLOCK_K > 0:
-        values = tl.load(ptr + row[:, None] + tl.minimum((start + tile * TILE) // WIDTH, G - 1)[None, :])
-    elif kind == tl.float32:
+    if kind == tl.float32:
         values = tl.load(ptr + row + tl.minimum(start, K - 1) // WIDTH)
     else:  # no load of less than four bytes is kept in flight: two groups at a time, and G is even
         group = tl.minimum(start, K - 1) // WIDTH
         pair = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row // 2 + group // 2)
         values = (pair >> (group % 2 * 16)).to(tl.int16).to(kind, bitcast=True)
     return values.to(tl.float32)
+
+
+@triton.jit
+def _of_groups(ptr, read, start, tile, G, K, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """float32 values of the groups of a step: [rows] if it lies in one, else [rows, elements]."""
+    row = read.to(tl.int64) * G
+    if WIDTH == 0:
+        values = tl.load(ptr + row)
+    elif WIDTH % BLOCK_K > 0:
+        values = tl.load(ptr + row[:, None] + tl.minimum((start + tile * TILE) // WIDTH, G - 1)[None, :])
+    else:
+        values = _of_group(ptr, row, start, G, K, WIDTH)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _of_left(ptr, first, limit, start, G, K, WIDTH: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
+             WARPS: tl.constexpr):  # fmt: skip
+    """Values of a step's group for rows [ROWS, WORDS] from `first`, loaded by the threads that hold these rows as the
+    left side of a product of whole warps: four for each row, eight rows beside each other, twice, for each warp."""
+    each = tl.arange(0, ROWS // (8 * WARPS))[None, None, None, :, None]
+    row = (each // 2) * (16 * WARPS) + tl.arange(0, WARPS)[None, None, :, None, None] * 16 + each % 2 * 8
+    row += tl.arange(0, 8)[None, :, None, None, None] + tl.zeros([4, 1, 1, 1, 1], tl.int32)
+    read = tl.minimum(first + row, limit - 1).to(tl.int64) * G
+    own = _of_group(ptr, read, start, G, K, WIDTH)
+    own = tl.permute(tl.reshape(own, [4, 8, WARPS, ROWS // (16 * WARPS), 2]), (3, 2, 4, 1, 0))
+    wide = tl.broadcast_to(tl.reshape(own, [ROWS, 1, 4, 1]), [ROWS, WORDS // 8, 4, 2])
+    return tl.reshape(wide, [ROWS, WORDS])
 
 
 @triton.jit
@@ -160,6 +181,8 @@ def _one_step(
     scales_ptr,
     zeros_ptr,
     read,
+    first,  # of the rows, and how many there are before the last one is read again; read if FOLD
+    limit,
     start,
     tile,
     M,
@@ -175,6 +198,7 @@ def _one_step(
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
     FOLD: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """total + the product of one step, with its scales unless a row has only one."""
@@ -182,12 +206,17 @@ def _one_step(
     place = codes_row + element[None, :]
     code = tl.load(place) if EVEN else tl.load(place, mask=element[None, :] < row_elements, other=0)
     scale, zero = 0.0, 0.0
-    if WIDTH > 0:
-        scale = _of_groups(scales_ptr, read, start, tile, G, K, TILE, WIDTH, BLOCK_K)
-    if ZEROS:
-        zero = _of_groups(zeros_ptr, read, start, tile, G, K, TILE, WIDTH, BLOCK_K)
     quick: tl.constexpr = NATIVE and PER == 4 and x_row.dtype.element_ty != tl.float32
-    fold: tl.constexpr = FOLD and WIDTH > 0 and not SCALED and quick
+    fold: tl.constexpr = FOLD and WIDTH > 0 and not SCALED and quick and total.shape[0] >= 16 * WARPS
+    WORDS: tl.constexpr = BLOCK_K // PER
+    if fold:
+        scale = _of_left(scales_ptr, first, limit, start, G, K, WIDTH, WORDS, total.shape[0], WARPS)
+    elif WIDTH > 0:
+        scale = _of_groups(scales_ptr, read, start, tile, G, K, TILE, WIDTH, BLOCK_K)
+    if ZEROS and fold:
+        zero = _of_left(zeros_ptr, first, limit, start, G, K, WIDTH, WORDS, total.shape[0], WARPS)
+    elif ZEROS:
+        zero = _of_groups(zeros_ptr, read, start, tile, G, K, TILE, WIDTH, BLOCK_K)
     apart: tl.constexpr = WIDTH > 0 and not SCALED and not fold
     part = tl.zeros(total.shape, tl.float32) if apart else total
     part = _product(
@@ -228,11 +257,13 @@ def _packed_gemm_kernel(
     BLOCK_K: tl.constexpr,  # a multiple of TILE
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     split = tl.program_id(2)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    strip = tl.program_id(1) * BLOCK_N
+    row = strip + tl.arange(0, BLOCK_N)
     read = tl.minimum(row, N - 1)  # rows past the end read the last one again, and are not stored
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # programs of the same rows run at the same time
     share = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
@@ -251,14 +282,14 @@ def _packed_gemm_kernel(
     for start in tl.range(first, first + share, BLOCK_K, num_stages=STAGES):
         element = start // PER + lane
         total = _one_step(
-            total, codes_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr, read, start,
-            tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, FOLD, BLOCK_K,
+            total, codes_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr, read, strip,
+            N, start, tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, FOLD, WARPS, BLOCK_K,
         )  # fmt: skip
         if GATE != "":
             total_up = _one_step(
                 total_up, up_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr,
-                read + N, start, tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, FOLD,
-                BLOCK_K,
+                read + N, strip + N, 2 * N, start, tile, M, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE,
+                EVEN, FOLD, WARPS, BLOCK_K,
             )  # fmt: skip
 
     if WIDTH == 0:
@@ -307,10 +338,11 @@ def packed_gemm(
         return packed_gemm_reference(x, weight, bias, gate=gate, parts=parts)
     if strips_fit(x, weight):
         return packed_strips(x, weight, bias, gate=gate, parts=parts)
-    if gate is not None and x.dtype == torch.float32:  # two sums of float32 have no room in registers
-        return gated_activation(packed_gemm(x, weight, bias), gate)
     tokens, rows = x.shape[0], weight.codes.shape[0] // (2 if gate else 1)
     options = _options(x, weight, rows, gate is not None, parts)
+    if gate is not None and options["APART"]:
+        return gated_activation(packed_gemm(x, weight, bias), gate)
+    del options["APART"]
     shape = (options["SPLITS"], tokens, rows) if parts else (tokens, rows)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
     if tokens and rows:
@@ -338,6 +370,7 @@ def _launch(x, weight, bias, out, gate, options) -> None:
         BIAS=bias is not None,
         EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
         NATIVE=speaks_ptx(x),
+        WARPS=options["num_warps"],
         **weight.constants(),
         **options,
         **overlap(x),
@@ -350,12 +383,14 @@ def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: boo
     shape = {"tokens": tokens, "inputs": x.shape[1], "outputs": rows, "gated": int(gated), "bits": weight.bits}
     formula = _formula(x, weight, rows, gated)
     options = choose("packed_gemm", x, formula, parts=int(parts), **shape)
-    return options if parts else options | {"SPLITS": 1}
+    return options | {"SPLITS": options["SPLITS"] if parts else 1}
 
 
 def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[str, int]:
-    """Strips of 64 rows and several loads in flight; splits until they fill the device."""
+    """Strips of 64 rows and several loads in flight; splits until they fill the device. Other tiles above 64 tokens."""
     device, (tokens, columns) = facts(x.device), x.shape
+    if tokens > 64 and weight.each == 4 and weight.width % 128 == 0 and x.element_size() == 2 and speaks_ptx(x):
+        return _formula_of_many(tokens, columns, rows, device.processors, gated)
     block_m, block_n, splits = min(max(next_power_of_2(tokens), 16), 64), 64, 1
     wide = weight.width == 0 and weight.bits == 8 and block_m < 64 and x.element_size() == 2
     block_k = 256 if wide else 128
@@ -374,5 +409,27 @@ def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[st
         "SPLITS": splits,
         "STAGES": stages,
         "FOLD": 0,
+        "APART": int(gated and x.dtype == torch.float32),  # two sums of float32 have no room in registers
         "num_warps": 4,
+    }
+
+
+def _formula_of_many(tokens: int, columns: int, rows: int, processors: int, gated: bool) -> dict[str, int]:
+    """Tiles of 128 tokens, so that codes are made numbers only half as often; a wide W has room for one sum only, which
+    takes numbers that are scaled, and leaves the gate to a kernel of its own."""
+    wide = rows >= 16384
+    block_n, splits = 256 if wide else 128, 1
+    while (
+        splits < 4 and cdiv(rows, block_n) * cdiv(tokens, 128) * splits <= processors // 2 and columns >= 512 * splits
+    ):
+        splits *= 2
+    return {
+        "BLOCK_M": 128,
+        "BLOCK_N": block_n,
+        "BLOCK_K": 128,
+        "SPLITS": splits,
+        "STAGES": 3 if wide else 4,
+        "FOLD": int(wide),
+        "APART": int(gated),
+        "num_warps": 8,
     }

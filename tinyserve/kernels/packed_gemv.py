@@ -19,11 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation import KINDS, activate, gated_activation_reference
+from .activation import KINDS, activate
 from .launch import cdiv, choose, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
-from .norm import rms_norm_reference
-from .packed import Packed, packed_dense_reference, shrunk, single
-from .packed_strips import packed_strips, strips_fit
+from .packed import Packed, shrunk, single
+from .packed_strips import packed_strips, packed_strips_reference, strips_fit
 
 
 def packed_gemv_reference(
@@ -38,14 +37,8 @@ def packed_gemv_reference(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification of `packed_gemv`, with its arguments."""
-    wide = x.float()
-    if norm is not None:
-        wide = rms_norm_reference(wide, norm, eps, offset=offset)
-    dense = packed_dense_reference(weight, torch.float32)
-    y = torch.nn.functional.linear(wide, dense, None if bias is None else bias.float())
-    if gate is not None:
-        y = gated_activation_reference(y, gate)
-    return (y if residual is None else y + residual.float()).to(x.dtype)
+    own = {"norm": norm, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
+    return packed_strips_reference(x, weight, bias, **own)
 
 
 @triton.jit

@@ -18,9 +18,10 @@ Reshaping and permuting the tile as (q, b, h, e) -> (b, h, q, e) says so to the 
 same way: eight tokens by the same four threads. One token is read by all eight, so all eight columns of the result are
 the same.
 
-A program takes 16 rows of W (twice 16 if gated); its warps share K, each with several tiles a step, and a step's
-codes are asked for one step ahead. Sums are float32, scaled after each tile; a norm's weight times x is rounded to x's
-type before the product, once, as a norm of its own would leave it.
+A program takes 16 rows of W (twice 16 if gated); its warps share K, each with several tiles a step. What takes long is
+the way from memory, not the instructions, and registers for words of later steps are few (the compiler moves such loads
+behind the arithmetic); so the device's cache is asked to have the codes of later steps. Sums are float32, scaled after
+each tile; a norm's weight times x is rounded to x's type before the product, once, as a norm of its own would leave it.
 
 Source: the layout of mma.m16n8k16 in NVIDIA's PTX ISA; Frantar et al., "MARLIN", arXiv:2408.11743, section 3.
 
@@ -31,11 +32,36 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation import activate
-from .launch import cdiv, choose, overlap, speaks_ptx, start_next, wait_inputs
-from .packed import Packed, four_nibbles, pair_product
+from .activation import activate, gated_activation_reference
+from .launch import cdiv, choose, facts, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
+from .norm import rms_norm_reference
+from .packed import Packed, four_nibbles, packed_dense_reference, pair_product
 
 MOST_TOKENS = 16
+
+
+def packed_strips_reference(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    gate: str | None = None,
+    residual: torch.Tensor | None = None,
+    parts: bool = False,
+) -> torch.Tensor:
+    """The specification of `packed_strips`, with its arguments, for all kinds of codes."""
+    wide = x.float()
+    if norm is not None:
+        wide = rms_norm_reference(wide, norm, eps, offset=offset)
+    dense = packed_dense_reference(weight, torch.float32)
+    y = torch.nn.functional.linear(wide, dense, None if bias is None else bias.float())
+    if gate is not None:
+        y = gated_activation_reference(y, gate)
+    y = y if residual is None else y + residual.float()
+    return y[None] if parts else y.to(x.dtype)
 
 
 @triton.jit
@@ -58,6 +84,39 @@ def _of_tiles(ptr, row, tile, G, tiles, more, WIDTH: tl.constexpr):
     place = (row.to(tl.int64) * G)[None, :, None, :, None] + group[None, None, :, None, :]
     inside = (tile < tiles) & more
     return tl.load(ptr + (place + tl.zeros([4, 1, 1, 1, 1], tl.int32)), mask=inside[None, None, :, None, :], other=0.0)
+
+
+@triton.jit
+def _ask(place, wanted):
+    """Ask for what lies at these places to be brought to the device's cache, where it is wanted."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [place.to(tl.int64), wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _ask_words(codes_ptr, first, N, tile, tiles, row_elements, TILES: tl.constexpr, GATED: tl.constexpr):
+    """Ask for TILES tiles from `tile` on of the 16 rows from `first` on, and as many of the second half."""
+    both = tl.arange(0, 32 if GATED else 16)[:, None]
+    row = tl.minimum(first + both % 16, N - 1) + both // 16 * N
+    each = tile + tl.arange(0, TILES)[None, :]
+    _ask(codes_ptr + row.to(tl.int64) * row_elements + each * 32, (each < tiles) & (row >= 0))
+
+
+@triton.jit
+def _ask_groups(ptr, first, N, G, GATED: tl.constexpr):
+    """Ask for the values of all groups of these rows, or as many as 128 times 64 bytes hold."""
+    EACH: tl.constexpr = 512 // ptr.dtype.element_ty.primitive_bitwidth
+    ahead = tl.arange(0, 128) * EACH
+    wanted = ahead < tl.minimum(16, N - first) * G
+    _ask(ptr + first.to(tl.int64) * G + ahead, wanted)
+    if GATED:
+        _ask(ptr + (first + N).to(tl.int64) * G + ahead, wanted)
 
 
 @triton.jit
@@ -207,6 +266,8 @@ def _packed_strips_kernel(
     TOKENS: tl.constexpr,  # 8 or 16
     TILES: tl.constexpr,  # of a warp and step
     WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,  # ask for a step's words before the arithmetic of the one in front
+    FAR: tl.constexpr,  # steps for which the device's cache is asked to have the words; 0: none
     STAGES: tl.constexpr,  # more than 1: x comes through shared memory, asked for a step ahead
     LATE: tl.constexpr,  # hold the next kernel back until the loop is through
     PDL: tl.constexpr,
@@ -217,14 +278,24 @@ def _packed_strips_kernel(
     rows = tl.minimum(row, N - 1)  # rows past the end read the last one again, and are not stored
     tile = TILES * tl.arange(0, WARPS)[:, None] + tl.arange(0, TILES)[None, :]
     tiles = tl.cdiv(K, 128)
-    words, scale, zero = _ahead(
-        codes_ptr, scales_ptr, zeros_ptr, rows, tile, row_elements, G, tiles, True, WIDTH, ZEROS, EVEN
-    )  # fmt: skip
-    words_up, scale_up, zero_up = words, scale, zero
-    if GATE != "":
-        words_up, scale_up, zero_up = _ahead(
-            codes_ptr, scales_ptr, zeros_ptr, rows + N, tile, row_elements, G, tiles, True, WIDTH, ZEROS, EVEN
+    each: tl.constexpr = TILES * WARPS  # tiles of a step
+    first = tl.program_id(0) * 16
+    if NATIVE and FAR > 0:
+        for step in tl.static_range(FAR):
+            _ask_words(codes_ptr, first, N, step * each, tiles, row_elements, each, GATE != "")
+        if WIDTH > 0:
+            _ask_groups(scales_ptr, first, N, G, GATE != "")
+        if ZEROS:
+            _ask_groups(zeros_ptr, first, N, G, GATE != "")
+    if AHEAD:
+        words, scale, zero = _ahead(
+            codes_ptr, scales_ptr, zeros_ptr, rows, tile, row_elements, G, tiles, True, WIDTH, ZEROS, EVEN
         )  # fmt: skip
+        words_up, scale_up, zero_up = words, scale, zero
+        if GATE != "":
+            words_up, scale_up, zero_up = _ahead(
+                codes_ptr, scales_ptr, zeros_ptr, rows + N, tile, row_elements, G, tiles, True, WIDTH, ZEROS, EVEN
+            )  # fmt: skip
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, TOKENS // 8)[None, :]
     x_row = x_ptr + (tl.minimum(token, M - 1).to(tl.int64) * x_stride)[:, None, None, :, None]
     total = tl.zeros([TILES * WARPS, 16, TOKENS], tl.float32)
@@ -233,7 +304,10 @@ def _packed_strips_kernel(
     wait_inputs(PDL)
 
     for start in tl.range(0, tiles, TILES * WARPS, num_stages=STAGES):
-        later, more = tile + (start + TILES * WARPS), start + TILES * WARPS < tiles
+        if NATIVE and FAR > 0:
+            _ask_words(codes_ptr, first, N, start + FAR * each, tiles, row_elements, each, GATE != "")
+        later = tile + (start + each if AHEAD else start)
+        more = start + each < tiles if AHEAD else True
         next_words, next_scale, next_zero = _ahead(
             codes_ptr, scales_ptr, zeros_ptr, rows, later, row_elements, G, tiles, more, WIDTH, ZEROS, EVEN
         )  # fmt: skip
@@ -251,13 +325,17 @@ def _packed_strips_kernel(
             flat = start * 128 + tl.arange(0, TILES * WARPS * 128)
             x = (tl.load(x_ptr + flat) if EVEN else tl.load(x_ptr + flat, mask=flat < K, other=0.0)).to(tl.float32)
             squares += x * x
+        if not AHEAD:
+            words, scale, zero = next_words, next_scale, next_zero
+            words_up, scale_up, zero_up = next_words_up, next_scale_up, next_zero_up
         total += _products(words, x0, x1, x2, x3, scale, zero, WARPS, TILES, WIDTH, MIDDLE, ZEROS, NATIVE)
         if GATE != "":
             total_up += _products(
                 words_up, x0, x1, x2, x3, scale_up, zero_up, WARPS, TILES, WIDTH, MIDDLE, ZEROS, NATIVE
             )  # fmt: skip
-        words, scale, zero = next_words, next_scale, next_zero
-        words_up, scale_up, zero_up = next_words_up, next_scale_up, next_zero_up
+        if AHEAD:
+            words, scale, zero = next_words, next_scale, next_zero
+            words_up, scale_up, zero_up = next_words_up, next_scale_up, next_zero_up
     if LATE:
         start_next(PDL)
 
@@ -311,11 +389,13 @@ def packed_strips(
     Returns:
         [M, N] in x's type. Nothing is rounded in between but x times the norm's weight.
     """
+    own = {"norm": norm, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
+    if not use_kernel(x):
+        return packed_strips_reference(x, weight, bias, parts=parts, **own)
     tokens, rows = x.shape[0], weight.codes.shape[0] // (2 if gate else 1)
     shape = (1, tokens, rows) if parts else (tokens, rows)
     out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
     if out.numel():
-        own = {"norm": norm, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
         _launch(x, weight, bias, out, **own)
     return out
 
@@ -323,9 +403,7 @@ def packed_strips(
 def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
     """One program for each 16 rows. Unused pointers point at x and are not read."""
     (tokens, columns), rows, gated = x.shape, out.shape[-1], gate is not None
-    default = _formula(columns, tokens, gated and weight.zeros is not None) | {
-        "LATE": norm is not None and not gated
-    }  # as in gemv.py
+    default = _formula(x, weight, rows, gated) | {"LATE": norm is not None and not gated}  # as in gemv.py
     shape = {"inputs": columns, "outputs": rows, "gated": int(gated), "tokens": tokens}
     options = choose("packed_strips", x, default, **shape)
     constants = weight.constants()
@@ -362,9 +440,13 @@ def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
     )
 
 
-def _formula(columns: int, tokens: int, crowded: bool) -> dict[str, int]:
-    """Two tiles for each of eight warps, or four where K is short; one tile where registers are taken otherwise."""
-    tiles = cdiv(columns, 128)
-    warps = 8 if tiles >= 64 else 4
-    each = 2 if tokens <= 8 and tiles >= 2 * warps and not crowded else 1
-    return {"TILES": each, "STAGES": 1, "num_warps": warps}
+def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[str, int]:
+    """Two tiles a warp and step unless registers are taken otherwise, eight warps where four would not fill the device.
+
+    All steps of four are asked for at once: a product of few steps then waits once, not at each step.
+    """
+    tokens, tiles = x.shape[0], cdiv(x.shape[1], 128)
+    warps = 8 if cdiv(rows, 16) <= 2 * facts(x.device).processors and tiles >= 16 else 4
+    crowded = gated and (tokens > 8 or weight.zeros is not None)
+    each = 1 if crowded or tiles < 2 * warps or (tokens > 8 and warps > 4) else 2
+    return {"TILES": each, "AHEAD": 0, "FAR": 4, "STAGES": 1, "num_warps": warps}
