@@ -33,7 +33,7 @@ from kernel_timing import PEAK_BYTES, PEAK_FLOPS, Case, Row, graph_us, measure
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-PARTS = {name: f"kernels_{name}" for name in ("attention", "dense", "latent", "moe", "packed", "sampling")}
+PARTS = {name: f"kernels_{name}" for name in ("attention", "dense", "experts", "latent", "moe", "packed", "sampling")}
 
 
 def wanted(expression: str, case: Case) -> bool:

@@ -235,7 +235,7 @@ def test_quantize_writes_experts(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["fp8-channel", "fp8-blocks", "gptq", "gptq-zeros", "int8", "mxfp4"])
 def test_experts_on_a_gpu(case, tmp_path):
-    """1, 4, 9, 70 and 600 tokens in bfloat16: within 1 % of the layer output of the numbers."""
+    """1, 9 and 600 tokens in bfloat16: within 1 % of the layer output of the numbers."""
     if case == "mxfp4":
         folders = gpt_oss(tmp_path)[:2]
     else:
@@ -243,7 +243,7 @@ def test_experts_on_a_gpu(case, tmp_path):
     quantised, numbers = open_model(folders[0], device="cuda", dtype="bfloat16"), open_model(folders[1])
     for path, layer in moes(quantised).items():
         assert isinstance(layer.experts.gate_up.format, PackedExperts)
-        for tokens in (1, 4, 9, 70, 600):
+        for tokens in (1, 9, 600):
             x = torch.randn(tokens, layer.experts.gate_up.inputs).bfloat16()
             weights, ids = moes(numbers)[path].router(x.float())
             expected = moes(numbers)[path].experts(x.float(), (weights, ids))
