@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.harness import assert_close, randn
-from tests.kernels.test_moe_packed_gemm import inputs, meta_experts
+from tests.kernels.test_moe_packed_gemm import inputs, meta_experts, spare_float32
 from tinyserve.kernels import moe_decode
 from tinyserve.kernels import moe_packed_decode as module
 
@@ -24,6 +24,7 @@ def test_packed_decode_is_the_plain_one_of_its_numbers(
     device, dtype, layout, tokens, top_k, experts, hidden, inner, kind, bias
 ):
     """Breaks at 77 columns if one past the end joins, at 3 choices if the fourth place of 4 is not left out."""
+    spare_float32(layout, dtype, device)
     given = inputs(layout, tokens, top_k, experts, hidden, inner, bias, dtype=dtype, device=device)
     x, ids, weights, numbers, biases, routing = given
     shared = randn(tokens, hidden, dtype=dtype, device=device, seed=8)

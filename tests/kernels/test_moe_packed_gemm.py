@@ -59,11 +59,18 @@ def inputs(layout, tokens, top_k, experts, hidden, inner, bias, *, dtype, device
     return x, ids.to(device), weights, numbers, biases, routing
 
 
+def spare_float32(layout, dtype, device):
+    """Products of float32 have no matrix unit and take long to compile: on a GPU one layout stands for all."""
+    if device.type != "cpu" and dtype == torch.float32 and layout != "fp8-row":
+        pytest.skip("the interpreter has seen it")
+
+
 @pytest.mark.parametrize("layout, tokens, top_k, experts, hidden, inner, kind, bias", CASES)
 def test_packed_products_are_those_of_their_numbers(
     device, dtype, layout, tokens, top_k, experts, hidden, inner, kind, bias
 ):
     """Breaks at 77 columns if one past the end joins a sum, at 40 tokens if the second tile of an expert is missed."""
+    spare_float32(layout, dtype, device)
     given = inputs(layout, tokens, top_k, experts, hidden, inner, bias, dtype=dtype, device=device)
     x, ids, weights, numbers, biases, routing = given
     order, starts = moe_align(ids, experts)
