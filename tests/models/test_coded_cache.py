@@ -15,6 +15,7 @@ from tinyserve.errors import ConfigError
 from tinyserve.kv.groups import LayerKV
 from tinyserve.kv.storage import cache_dtype
 from tinyserve.models.registry import load_model
+from tinyserve.quant.detect import detect
 
 KINDS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 TOKENS = oracles.prompt(48, seed=5)
@@ -101,6 +102,13 @@ def test_scales_of_the_checkpoint(folder, tmp_path, caplog):
     assert torch.equal(logprobs(model, torch.int8), logprobs(open_model(folder), torch.int8))
     apart = (logprobs(model, torch.float8_e4m3fn) - logprobs(open_model(folder), None)).abs().mean()
     assert 0.001 < apart < 1
+
+
+def test_a_checkpoint_of_which_only_the_cache_is_quantised():
+    """Its quantization_config names no weights: they are plain."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    assert detect({"quantization_config": config}) is None
 
 
 def test_what_cannot_be_coded_is_refused():

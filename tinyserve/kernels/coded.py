@@ -192,6 +192,8 @@ def decode(byte, CODE: tl.constexpr, dtype: tl.constexpr):
     """The numbers of codes in the low bytes of int16 words whose high bytes have the sign of int8, else nothing."""
     if CODE == "int8" or CODE == "int8 by PTX":
         return byte.to(dtype)
+    elif dtype == tl.float16 and (CODE == "e4m3" or CODE == "e4m3 by PTX"):
+        return half_of_e4m3(byte) * 256.0
     elif CODE == "e4m3" or CODE == "e4m3 by PTX":
         return (half_of_e4m3(byte).to(tl.float32) * 256.0).to(dtype)
     else:
