@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 
 import pytest
@@ -144,6 +145,34 @@ async def test_json_mode_ends_however_much_the_model_likes_blanks(tok):
             }
             reply = await server.ask(CHAT, {**body, "response_format": form})
             assert reply.reason == "stop" and set(json.loads(reply.text)) == {"a"}
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "number"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "mistral", "none"])
+async def test_numbers_of_forced_calls_end(tok, parser):
+    """D17 in the arguments of a call: a model that always prefers the digit 1 comes to an end, which is no infinity."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": NUMBER}}
+    async with serving(ScriptModel([49] * 400), tok, tool_call_parser=parser) as server:
+        forced = {**HI, "temperature": 0, "max_tokens": 230, "tools": [tool], "tool_choice": "required"}
+        reply = await server.ask(CHAT, {**forced, "parallel_tool_calls": False})
+        (call,) = reply.choices[0]["message"]["tool_calls"]
+        assert reply.reason == "tool_calls"
+        assert math.isfinite(json.loads(call["function"]["arguments"])["n"])
+
+
+async def test_hidden_thoughts_are_not_told_by_their_tokens(tok):
+    """include_reasoning false with logprobs and ids, which would spell the thought; whole and streamed."""
+    script = [THINK, *b"secret", END_THINK, *b"hello"]
+    asked = {**HI, "temperature": 0, "max_tokens": 40, "include_reasoning": False, "logprobs": True, "top_logprobs": 2}
+    async with serving(ScriptModel(script), tok, reasoning_parser="qwen3") as server:
+        whole, stream = await server.both(CHAT, {**asked, "return_token_ids": True})
+        assert whole.text == "hello" and whole.body["prompt_token_ids"]
+        for choice in (*whole.choices, *(choice for chunk in stream.chunks for choice in chunk["choices"])):
+            assert choice.get("logprobs") is None and choice.get("token_ids") is None
+        shown, _ = await server.both(CHAT, {**asked, "include_reasoning": True})
+        assert len(shown.logprobs["content"]) == 14
 
 
 async def test_stop_strings_cut_a_form(tok):

@@ -27,6 +27,7 @@ CASES = [
     ({"json_object": True}, ["{}", '{"a": [1, null]}'], ["[]", "1", ""]),
     ({"json": {**NUMBERS, "maxItems": 2}}, ["[]", "[1, 2]"], ["[1,2,3]", "[1.5]"]),
     ({"json": '{"const": "é"}'}, ['"é"'], ['"e"']),
+    ({"json": {**NUMBERS, "uniqueItems": False}}, ["[1, 1]"], ["[1.5]"]),
     ({"json": True}, ["1", '{"a":[]}'], ["a"]),
     ({"structural_tag": TAG}, ["free", "x <f>1</f> y <g>{}"], ["<f>3</f>", "<f>1 "]),
     (
@@ -65,7 +66,7 @@ def test_blanks_and_digits_are_bounded():
     [
         {"regex": "(?=x)"}, {"json": {"type": "object", "uniqueItems": True}}, {"json": "{"}, {"grammar": "start: a"},
         {"json": {"enum": []}}, {"json": {"type": 5}}, {"structural_tag": {"format": {"type": "nope"}}},
-        {"regex": "a" * 300000},
+        {"regex": "a" * 300000}, {"grammar": 'start: %json {"type": "array", "unevaluatedItems": false}'},
         {"structural_tag": {"structures": [{"begin": "<f>"}], "triggers": ["<g"]}}, {"structural_tag": "{"},
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ Before: schema.py, trial.py.  After: matcher.py (one answer's place in a grammar
 from __future__ import annotations
 
 import hashlib
+import string
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -199,14 +200,19 @@ def _words(tokenizer: Tokens, vocab_size: int, end_ids: list[int]) -> Words:
     size = min(tokenizer.vocab_size, vocab_size)
     tokens = [tokenizer.token_bytes(index) for index in range(size)]
     width = -(-size // 32)
-    digits = np.zeros(width * 32, dtype=bool)
-    for index, word in enumerate(tokens):
-        digits[index] = word[:1].isdigit()
+    begins = np.zeros(width * 32, dtype=np.uint8)
+    begins[: len(tokens)] = [word[0] if word else 0 for word in tokens]
     return Words(
         bytes=tokens,
         special={tokens[index].decode("utf-8", "replace"): index for index in tokenizer.special_ids if index < size},
-        digits=np.packbits(digits, bitorder="little").view("<i4"),
+        digits=_mask(begins, b"0123456789"),
+        letters=_mask(begins, bytes(set(string.ascii_letters.encode()) - set(b"eE"))),
         end_ids=tuple(end_ids),
         width=width,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
+
+
+def _mask(begins: np.ndarray, wanted: bytes) -> np.ndarray:
+    """One bit a token, [width] int32: set for those whose first byte is wanted."""
+    return np.packbits(np.isin(begins, list(wanted)), bitorder="little").view("<i4")

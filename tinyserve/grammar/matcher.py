@@ -11,6 +11,7 @@ After: scheduling/scheduler.py (waits for it, advances it), mask.py (asks it).
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,7 +26,10 @@ from ..structured import Constraint as Wanted
 from .schema import first_line
 from .thought import Gate, Mode
 
-MAX_DIGITS = 40  # of one number in JSON; the longest 128-bit integer has 39
+MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 128-bit integer has 39
+_NUMBER = re.compile(rb"[-+.0-9eE]*$")
+_DIGITS = re.compile(rb"([eE][-+]?)?([0-9]*)$")
+WITH_JSON = ("json", "json_object", "structural_tag")
 USUAL_SECONDS = 0.005  # of one core, that a token may cost
 SPARE_SECONDS = 1.0  # that all tokens of an answer may cost beyond that; an ambiguous grammar costs more with each one
 
@@ -88,6 +92,7 @@ class Words:
     Args:
         bytes: of each token.   special: special tokens by their text.
         digits: mask [width] int32 of the tokens that begin with a digit.
+        letters: the same of those that begin with an ASCII letter, but for the e of a number.
         end_ids: tokens that end an answer.   width: words of 32 bits in a mask.
         encode: ids of a text.
     """
@@ -95,31 +100,10 @@ class Words:
     bytes: list[bytes]
     special: Mapping[str, int]
     digits: np.ndarray
+    letters: np.ndarray
     end_ids: tuple[int, ...]
     width: int
     encode: Callable[[str], list[int]]
-
-
-class Numbers:
-    """How many digits stand at the end of JSON text, outside of strings."""
-
-    def __init__(self) -> None:
-        self.state = (False, False, 0)  # inside a string, behind a backslash, digits
-
-    def feed(self, data: bytes) -> None:
-        inside, escaped, digits = self.state
-        for byte in data:
-            if inside:
-                escaped, inside = byte == 0x5C and not escaped, byte != 0x22 or escaped
-            elif byte == 0x22:
-                inside, digits = True, 0
-            else:
-                digits = digits + 1 if 0x30 <= byte <= 0x39 else 0
-        self.state = inside, escaped, digits
-
-    @property
-    def too_long(self) -> bool:
-        return self.state[2] >= MAX_DIGITS
 
 
 class Matcher:
@@ -153,8 +137,8 @@ class Matcher:
         self._words: Words | None = None  # None until the grammar is looked at first
         self._match: Any = None
         self._gate: Gate | None = None
-        self._numbers = Numbers() if wanted.kind in ("json", "json_object") else None
-        self._log: list[tuple[Any, Any, bool]] = []  # before each token: gate, numbers; whether the grammar took it
+        self._number = b""  # at the end of the answer so far
+        self._log: list[tuple[Any, bytes, bool]] = []  # before each token: gate, number; whether the grammar took it
         self._spare = SPARE_SECONDS
         self.ended = False
         self.error: Exception | None = None
@@ -185,8 +169,8 @@ class Matcher:
     def advance(self, token: int) -> None:
         """Note the next token. One that the grammar cannot take sets `error`."""
         words = self._start()
-        gate, numbers = self._gate, self._numbers
-        before = gate.state if gate else None, numbers.state if numbers else None
+        gate = self._gate
+        before = gate.state if gate else None, self._number
         data = words.bytes[token] if token < len(words.bytes) else b""
         thought = gate is not None and gate.takes(token, data)
         to_grammar = self._match is not None and not thought
@@ -198,8 +182,7 @@ class Matcher:
             self._log[-1] = (*before, False)
         else:
             self._consume(token)
-        if numbers:
-            numbers.feed(data)
+        self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
 
     def _consume(self, token: int) -> None:
         start = time.thread_time()
@@ -222,11 +205,9 @@ class Matcher:
         """Forget the last `count` tokens."""
         taken = 0
         for _ in range(count):
-            gate, numbers, to_grammar = self._log.pop()
+            gate, self._number, to_grammar = self._log.pop()
             if self._gate:
                 self._gate.state = gate
-            if self._numbers:
-                self._numbers.state = numbers
             taken += to_grammar
         if taken:
             self._match.rollback(taken)
@@ -261,8 +242,9 @@ class Matcher:
 
     def _trim(self, row: np.ndarray) -> None:
         words = self._words
-        if self._numbers and self._numbers.too_long and (row & ~words.digits).any():
-            row &= ~words.digits
+        if self._wanted.kind in WITH_JSON and self._too_long() and not (row & words.letters).any():
+            others = row & ~words.digits  # no letter may come either: this is a number and not a text
+            row[:] = others if others.any() else row
         ends = words.end_ids + self._stop_ids
         if len(self._log) < self._min_tokens:
             without = row.copy()
@@ -273,6 +255,10 @@ class Matcher:
         elif self._stop_ids and self._match.is_accepting():
             for token in self._stop_ids:
                 _allow(row, token)
+
+    def _too_long(self) -> bool:
+        exponent, digits = _DIGITS.search(self._number).groups()
+        return len(digits) >= (MAX_EXPONENT if exponent else MAX_DIGITS)
 
     def _fail(self) -> None:
         self.error = RequestError(

@@ -25,6 +25,7 @@ BLANKS = r"(\x20|\r?\n[\x20\t]{0,16})?"  # one space, or one line break and its 
 FREE_TEXT = r"/(.|\n)*/"
 # Keywords that change which values are valid, and that the library passes over without a word.
 NOT_ENFORCED = ("$dynamicRef", "$recursiveRef", "dependencies", "minContains", "maxContains", "unevaluatedItems")
+_PASSED_OVER = re.compile(rf'"({"|".join(map(re.escape, (*NOT_ENFORCED, "lenient")))})"\s*:')
 _ANNOTATIONS = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
 _WITH_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -73,6 +74,8 @@ def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
         for name in NOT_ENFORCED:
             if name in part:
                 raise _Wrong(f"the keyword {name!r} is not enforced by this server; leave it out")
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]  # which says nothing
         if constraint.closed and "properties" in part:
             part.setdefault("additionalProperties", False)
     if constraint.compact:
@@ -116,6 +119,9 @@ def _choice(constraint: Constraint, _: Any) -> str:
 
 
 def _grammar(constraint: Constraint, _: Any) -> str:
+    found = _PASSED_OVER.search(constraint.value) if "%json" in constraint.value else None
+    if found:
+        raise _Wrong(f"the keyword {found.group(1)!r} is not enforced by this server; leave it out")
     return any_to_lark(constraint.value)
 
 

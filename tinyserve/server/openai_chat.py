@@ -50,6 +50,7 @@ class Shape:
         token_ids: whether ids are reported.   ids_as_text: whether logprob tokens are written as token_id:N.
         readings: how thoughts and calls are found in the answers; None: they are nothing but text.
         fingerprint: see Service.
+        hidden: nothing is reported of the answers' tokens, as some belong to a thought that is not shown.
     """
 
     role: str
@@ -62,6 +63,11 @@ class Shape:
     ids_as_text: bool
     readings: Readings | None = None
     fingerprint: str | None = None
+    hidden: bool = False
+
+    @property
+    def answer_ids(self) -> bool:
+        return self.token_ids and not self.hidden
 
 
 @facts("Chat", "Answer a conversation", body=CHAT, answer=answers.CHAT, stream=True)
@@ -104,6 +110,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         ids_as_text=fields.flag("return_tokens_as_token_ids", options.return_tokens_as_token_ids),
         fingerprint=service.fingerprint,
         readings=None if readings.plain else readings,
+        hidden=readings.hides_thoughts,
     )
     request_id = "chatcmpl-" + name_of(request, fields)
     writer = ChatWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
@@ -233,7 +240,7 @@ class ChatWriter:
         if output.index not in self._started:
             self._started.add(output.index)
             parts.append(self._first(output))
-        reported = output.finished or output.logprobs or (self._shape.token_ids and output.token_ids)
+        reported = output.finished or output.logprobs or (self._shape.answer_ids and output.token_ids)
         if self._shape.readings is not None:
             parts += self._read(output, bool(reported))
         elif output.text or reported:
@@ -291,7 +298,7 @@ class ChatWriter:
         tail += b'"%b"' % reason.encode() if reason else b"null"
         if output.finished:
             tail += b',"stop_reason":' + orjson.dumps(output.stop_reason)
-        if self._shape.token_ids:
+        if self._shape.answer_ids:
             tail += b',"token_ids":' + orjson.dumps(list(output.token_ids))
         usage = self._tally.so_far(output.usage) if self._stream.continuous else b""
         return self._chunk(output.index, delta, tail, usage)
@@ -332,7 +339,7 @@ class ChatWriter:
             "logprobs": self._logprobs(outputs),
             "finish_reason": reason,
             "stop_reason": outputs[-1].stop_reason,
-            "token_ids": ids if self._shape.token_ids else None,
+            "token_ids": ids if self._shape.answer_ids else None,
         }
 
     def _message(self, index: int, outputs: list[Output]) -> tuple[dict[str, Any], str]:
@@ -360,7 +367,7 @@ class ChatWriter:
 
     def _logprobs(self, outputs: Sequence[Output]) -> dict[str, Any] | None:
         shape = self._shape
-        if shape.logprobs is None:
+        if shape.logprobs is None or shape.hidden:
             return None
         return chat_logprobs(
             outputs, self._tokenizer, top=shape.logprobs, named=shape.named, ids_as_text=shape.ids_as_text

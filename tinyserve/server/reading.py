@@ -72,6 +72,11 @@ class Readings:
         """Whether answers are nothing but text."""
         return not self.parsing.reads_thoughts and self.plan.mode == "none"
 
+    @property
+    def hides_thoughts(self) -> bool:
+        """Whether the model's answers may hold thoughts that are not shown."""
+        return self.parsing.reads_thoughts and not self.thoughts
+
     def prepared(self, sampling: SamplingParams) -> SamplingParams:
         """Sampling parameters under which the parser sees its marks and the grammar of the tools holds.
 
