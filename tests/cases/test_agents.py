@@ -200,3 +200,21 @@ async def test_thoughts_in_all_three_apis(tok):
         message = await other.messages.create(model="tiny", max_tokens=150, messages=ASK, tools=[tool])
         assert [block.type for block in message.content] == ["thinking", "tool_use"]
         await other.close()
+
+
+async def test_the_clients_own_runner_of_responses(tok):
+    """It checks every item that it sends back: ids, statuses, and thoughts; whole, streamed, and calling at once."""
+    runners = pytest.importorskip("openai.lib.responses_tool_runner")
+
+    async def execute(arguments):
+        return f"rain in {arguments['city']}"
+
+    tool = {"type": "function", "name": "f", "parameters": {**CITY, "additionalProperties": False}, "strict": True}
+    thought = "<think>\nhm\n</think>\n\n"
+    thinker = Turns(thought + FORMS["hermes"].calls([("f", {"city": "Oslo"})]), thought + "It rains.")
+    options = {"socket": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    async with serving(thinker, tok, **options) as server, talk(server) as client:
+        for how in ({}, {"stream": True}, {"stream": True, "eager": True}):
+            runner = runners.AsyncResponsesToolRunner(functions=[runners.AsyncRegisteredFunction(tool, execute)])
+            response = await runner.run(client, {"model": "tiny", "input": "Oslo?", "temperature": 0}, **how)
+            assert response.output_text == "It rains."

@@ -155,6 +155,55 @@ async def test_strict_holds_where_a_call_has_no_mark(tok):
     assert free.text == '\n A set: {"name": 5}' and free.reason == "stop"
 
 
+CITIES = [
+    ("pythonic", '[f(city="Paris")]', ""),
+    ("llama4_pythonic", 'Look: <|python_start|>[f(city="Paris")]<|python_end|>', "Look: "),
+    ("olmo3", 'Look: <function_calls>\nf(city="Paris")\n</function_calls>', "Look: "),
+    ("gemma3", 'Look: ```tool_code\n[f(city="Paris")]\n```', "Look: "),
+    ("xlam", '[{"name": "f", "arguments": {"city": 5}}]', ""),
+    ("openai", '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>Look: <|end|>'
+     '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": 5}', "Look: "),
+]  # fmt: skip
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("parser", "text", "before"), CITIES)
+async def test_strict_holds_in_python_lists_and_channels(tok, parser, text, before, monkeypatch):
+    """The model wants a wrong city, in all formats that have no mark around JSON."""
+    monkeypatch.setattr("tests.cases.harness.CONTEXT", 1024)
+    asked = {**ASK, "max_tokens": 600, "parallel_tool_calls": False}
+    strict = {"type": "function", "function": {**F["function"], "strict": True}}
+    async with serve(text, tok, tool_call_parser=parser, reasoning_parser="none") as server:
+        loose, _ = await server.both(CHAT, {**asked, "tools": [F]})
+        held, _ = await server.both(CHAT, {**asked, "tools": [strict]})
+    cities = [
+        json.loads(reply.choices[0]["message"]["tool_calls"][0]["function"]["arguments"])["city"]
+        for reply in (loose, held)
+    ]
+    assert cities[0] in ("Paris", 5) and cities[1] in ("Rome", "Oslo")
+    assert (loose.text or "") == before and (held.text or "").startswith(before)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("llama3_json", 'Look: {"name": "f", "parameters": {"city": 5}}'),
+        ("pythonic", 'Look: [f(city="Paris")]'),
+        ("granite", 'Look: <tool_call>[{"name": "f", "arguments": {"city": 5}}]</tool_call>'),
+        ("qwen3_coder", "Look: <function=f>\n<parameter=city>\nParis\n</parameter>\n</function>"),
+    ],
+)
+async def test_what_no_grammar_held_is_no_strict_call(tok, parser, text):
+    """Calls in a way that a grammar cannot see coming are read for tools that are not strict, and else are text."""
+    strict = {"type": "function", "function": {**F["function"], "strict": True}}
+    async with serve(text, tok, tool_call_parser=parser, reasoning_parser="none") as server:
+        loose, _ = await server.both(CHAT, {**ASK, "tools": [F]})
+        held, _ = await server.both(CHAT, {**ASK, "tools": [strict]})
+    assert loose.choices[0]["message"]["tool_calls"]
+    assert held.text == text and held.reason == "stop"
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("parameter", "said"),

@@ -35,19 +35,44 @@ FORMS["mistral"] = next(form for form in FORMATS if form.name == "mistral" and "
 def test_required_and_strict(name):
     """One call and two are taken, a text or a wrong argument is not; with auto and strict, text is taken as well."""
     form = FORMS[name]
+    quote = '"' if written(form).joined else "'"
+
+    def calls(listed):
+        return form.calls(listed).replace("'", quote)  # Python has two; a grammar has JSON's
+
     good = [("get_weather", {"city": "Oslo", "days": 2})]
     two = [*good, ("now", {})]
-    wrong = [("get_weather", {"city": "Oslo", "days": "soon"} if written(form).parameter else {"city": 5})]
+    wrong = [
+        (
+            "get_weather",
+            {"city": "Oslo", "days": "soon"} if written(form).parameter and not written(form).joined else {"city": 5},
+        )
+    ]
     numbered = name in ("kimi_k2", "cohere")  # every call has the number 0; the server gives ids of its own
     if numbered:
         two = good
-    both = form.calls(two).replace("</minimax:tool_call>\n<minimax:tool_call>\n", "")  # one section has all calls
+    both = calls(two).replace("</minimax:tool_call>\n<minimax:tool_call>\n", "")  # one section has all calls
     required = plan_tools(LISTED, "required", ServerOptions()).grammar(written(form))
-    assert takes(required, form.calls(good)) and takes(required, both)
-    assert not takes(required, form.calls(wrong)) and not takes(required, "Hello.")
+    assert takes(required, calls(good)) and takes(required, both)
+    assert not takes(required, calls(wrong)) and not takes(required, "Hello.")
     one = plan_tools(LISTED, "required", ServerOptions(), parallel=False).grammar(written(form))
-    assert takes(one, form.calls(good)) and (numbered or not takes(one, both))
+    assert takes(one, calls(good)) and (numbered or not takes(one, both))
+    strict = plan_tools(LISTED, "auto", ServerOptions()).grammar(written(form))
+    assert takes(strict, calls(good)) and takes(strict, "Hello.")
+    assert not takes(strict, calls(wrong))
     if written(form).trigger:
-        strict = plan_tools(LISTED, "auto", ServerOptions()).grammar(written(form))
-        assert takes(strict, "Hello. " + form.calls(good)) and takes(strict, "Hello.")
-        assert not takes(strict, form.calls(wrong))
+        assert takes(strict, "Hello. " + calls(good)) and not takes(strict, "Hello. " + calls(wrong))
+
+
+@pytest.mark.parametrize("name", ["pythonic", "olmo3"])
+def test_optional_parameters_have_commas_between_them(name):
+    """Any of them may be left out, also the first; in the schema's order, which is the order of writing."""
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in "abcd"}, "required": ["c"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    grammar = plan_tools([tool], "required", ServerOptions()).grammar(written(FORMS[name]))
+
+    def may(**arguments):
+        return takes(grammar, FORMS[name].calls([("f", arguments)]))
+
+    assert may(c=1) and may(a=1, c=2) and may(b=1, c=2, d=3) and may(a=1, b=2, c=3, d=4)
+    assert not may(a=1) and not may(c=1, a=2) and not may(c="1")

@@ -104,7 +104,8 @@ class Readings:
         if plan.forced and not self.named:
             machine = parsing.forced(tools=plan.schemas, prompt=self.prompt)
         else:
-            machine = parsing.machine(calls=plan.mode == "auto", tools=plan.schemas, prompt=self.prompt)
+            strict = plan.holds(parsing.written)
+            machine = parsing.machine(calls=plan.mode == "auto", tools=plan.schemas, prompt=self.prompt, strict=strict)
         thought = parsing.thought(self.prompt, None)
         gate = Gate(thought, lambda text: self.tokenizer.encode(text, add_special_tokens=False)) if thought else None
         return Reading(machine, self, gate)

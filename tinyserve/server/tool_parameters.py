@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import RequestError, shown
@@ -22,6 +22,8 @@ from ..text.parsers.family import Written
 
 _KEY = re.compile(r'[^<>"\n]+')
 _FREE = {"type": "any_text"}
+_NOTHING = {"type": "const_string", "value": ""}
+MAX_FIRST = 24
 _ABOUT = ("title", "description", "$schema", "$id", "$comment", "additionalProperties")
 _SHARED = ("$defs", "definitions")  # what a property may refer to
 _ANYTHING = r"(.|\n)"
@@ -53,7 +55,7 @@ def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> 
         if "properties" not in schema:
             if strict and set(schema) - {"type", *_ABOUT}:
                 raise _not_enforced(name, "a schema without properties")
-            return _FREE
+            return {"type": "regex", "pattern": written.loose} if written.loose else _FREE
         shared = {key: schema[key] for key in _SHARED if key in schema}
         required = _names(schema, name, strict)
         elements = []
@@ -62,14 +64,48 @@ def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> 
                 raise RequestError(
                     f"tools: {name} has a parameter {shown(key)}, which cannot be written.", param="tools"
                 )
-            value = _value(_resolved(part, schema), shared, f"{name}.{key}")
-            one = _between(*(mark.replace("NAME", key) for mark in written.parameter), value)
-            elements.append(one if key in required else {"type": "optional", "content": one})
+            part = _resolved(part, schema)
+            quote = written.quote if types_of(part) == {"string"} else ""
+            bare = not written.joined or bool(quote)
+            value = _value(part, shared, f"{name}.{key}") if bare else _json(part, shared)
+            before, after = (mark.replace("NAME", key) for mark in written.parameter)
+            elements.append((_between(before + quote, quote + after, value), key in required))
     except (AttributeError, TypeError, RecursionError) as error:
         raise RequestError(
             f"tools: the parameters of {name} are no JSON schema of an object.", param="tools"
         ) from error
-    return {"type": "sequence", "elements": elements} if elements else {"type": "const_string", "value": ""}
+    if not elements:
+        return _NOTHING
+    if written.joined:
+        return _joined(elements, written.joined, name)
+    return {"type": "sequence", "elements": [one if needed else _optional(one) for one, needed in elements]}
+
+
+def _joined(elements: Sequence[tuple[Any, bool]], separator: str, name: str) -> dict[str, Any]:
+    """Parameters with a separator between those that are there: any that may be the first, and the rest behind it."""
+    between = {"type": "const_string", "value": separator}
+    later = [{"type": "sequence", "elements": [between, one]} for one, _ in elements]
+    firsts = []
+    for index, (one, needed) in enumerate(elements):
+        rest = range(index + 1, len(elements))
+        behind = [later[place] if elements[place][1] else _optional(later[place]) for place in rest]
+        firsts.append({"type": "sequence", "elements": [one, *behind]})
+        if needed:
+            break
+    if len(firsts) > MAX_FIRST:
+        raise RequestError(
+            f"tools: {name} has more than {MAX_FIRST} optional parameters before one that is required.", param="tools"
+        )
+    found = {"type": "or", "elements": firsts}
+    return found if any(needed for _, needed in elements) else _optional(found)
+
+
+def _optional(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "optional", "content": one}
+
+
+def _json(part: Schema, shared: Schema) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {**shared, **part}}
 
 
 def _between(before: str, after: str, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +162,7 @@ def _value(part: Schema, shared: Schema, place: str) -> dict[str, Any]:
         return _text(part, place) if limited else _FREE
     if types == {"string", "null"} and not limited and all(len(each) == 1 for each in part.get("anyOf", ())):
         return _FREE  # null is read as null, all else as a text
-    return {"type": "json_schema", "json_schema": {**shared, **part}}
+    return _json(part, shared)
 
 
 def _text(part: Schema, place: str) -> dict[str, Any]:

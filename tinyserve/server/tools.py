@@ -10,6 +10,7 @@ Before: structured.py, text/parsers, tool_parameters.py.  After: reading.py, and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ from .tool_parameters import parameters
 MAX_TOOLS = 512
 _STYLE = {"disable_any_whitespace": True, "disable_additional_properties": True}
 MAX_NAME = 256
-_NO_OBJECT = r"\s*([^{\s](.|\n)*)?"  # a text that does not begin like a JSON object
+_OTHER = r"\s*([^%s\s](.|\n)*)?"  # a text that does not begin with this character
+_ANY = {"type": "any_text"}
 Schema = Mapping[str, Any]
 
 
@@ -52,6 +54,11 @@ class ToolPlan:
         """Whether a tool has to be called."""
         return self.mode in ("required", "named")
 
+    def holds(self, written: Written) -> bool:
+        """Whether calls that the model decides on are held to their schemas."""
+        may = bool(written.trigger or written.first or written.answer)
+        return self.mode == "auto" and bool(self.strict) and may
+
     def grammar(self, written: Written) -> StructuredOutputsParams | None:
         """What the answer must be so that its calls are what was asked for; None if it may be anything.
 
@@ -61,7 +68,7 @@ class ToolPlan:
             return StructuredOutputsParams(json=self.schemas[self.name], source="tools", **_STYLE)
         if self.forced:
             form = self._calls(written)
-        elif self.mode == "auto" and self.strict and (written.trigger or written.first):
+        elif self.holds(written):
             form = self._maybe_calls(written)
         else:
             return None
@@ -73,8 +80,7 @@ class ToolPlan:
         names = [self.name] if self.mode == "named" else self.schemas
         tags = [self._tag(written, name) for name in names]
         if written.thought is not None:
-            begin, end = written.thought
-            thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+            thought = {"type": "tag", **_text_between(*written.thought)}
             return {"type": "sequence", "elements": [{"type": "optional", "content": thought}, _or(tags)]}
         calls = {
             "type": "tags_with_separator",
@@ -91,8 +97,13 @@ class ToolPlan:
 
     def _maybe_calls(self, written: Written) -> dict[str, Any]:
         """Free text; behind the mark of a call, the arguments are what the schema says."""
+        if written.thought is not None and written.preamble is not None:
+            before = [_text_between(*written.thought), _text_between(*written.preamble)]
+            tags = [_text_between(written.answer, ""), *(self._tag(written, name) for name in self.schemas)]
+            return {"type": "sequence", "elements": [{"type": "tags_with_separator", "tags": before}, _or(tags)]}
         if not written.trigger:
-            return {"type": "or", "elements": [self._calls(written), {"type": "regex", "pattern": _NO_OBJECT}]}
+            other = {"type": "regex", "pattern": _OTHER % re.escape(written.mark)}
+            return {"type": "or", "elements": [self._calls(written), other]}
         if written.begin:
             calls = {**self._calls(written), "elements": self._calls(written)["elements"][1:]}
             tags = [{"begin": written.begin, "content": calls, "end": ""}]
@@ -108,9 +119,13 @@ class ToolPlan:
             content = (
                 parameters(self.schemas[name], written, name, strict=name in self.strict)
                 if held
-                else {"type": "any_text"}
+                else ({"type": "regex", "pattern": written.loose} if written.loose else _ANY)
             )
         return {"begin": written.call(name), "content": content, "end": written.after}
+
+
+def _text_between(begin: str, end: str) -> dict[str, Any]:
+    return {"begin": begin, "content": _ANY, "end": end}
 
 
 def _or(tags: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from .table import FRESH, TEXT, THOUGHT, Expect, Go, Sink, State, Table, Until
 
@@ -59,6 +59,9 @@ class Written:
         first: without such a text: calls stand at the beginning of an answer, which is otherwise no JSON object.
         thought: what stands before and behind a thought, for formats in which a call ends the turn: there a grammar
             spans both, and there is one call at most.
+        answer, preamble: there, what stands before an answer, and around a text before a call.
+        joined: between parameters; those are written as JSON then, and texts among them, too.
+        quote: around texts of that form, instead.   loose: a pattern for parameters that need not be held to a schema.
     """
 
     before: str
@@ -70,6 +73,16 @@ class Written:
     trigger: str = ""
     first: bool = False
     thought: tuple[str, str] | None = None
+    answer: str = ""
+    preamble: tuple[str, str] | None = None
+    joined: str = ""
+    quote: str = ""
+    loose: str = ""
+
+    @property
+    def mark(self) -> str:
+        """What begins a call that a grammar holds: the trigger, or the first character of an answer."""
+        return self.trigger or (self.begin or "{")[:1]
 
     def call(self, name: str) -> str:
         """What stands before the arguments of a call of this tool."""
@@ -101,6 +114,17 @@ class Family:
     but_not: tuple[str, ...] = ()
     whole: Table | None = None
     whole_without: Table | None = None
+
+
+@lru_cache(256)
+def held(family: Family) -> Calls | None:
+    """The calls of a family as far as a grammar can hold them: with its usual mark, and without one only at first."""
+    calls, written = family.calls, family.written
+    if calls is None or written is None or not (written.trigger or written.first):
+        return calls
+    entries = {mark: go for mark, go in {**calls.first, **calls.marks}.items() if mark == written.mark}
+    where = {"marks": entries, "first": {}} if written.trigger else {"marks": {}, "first": entries}
+    return evolve(calls, **where)
 
 
 @lru_cache(256)

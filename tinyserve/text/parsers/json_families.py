@@ -145,7 +145,7 @@ FAMILIES = (
         name="xlam",
         tools=("xlam",),
         thinking=THINK,
-        written=listed("", ""),
+        written=Written(before=ARGUMENTS, after="}", begin="[", end="]", between=", ", first=True),
         calls=Calls(
             marks={"<tool_call>": Go("call"), "[TOOL_CALLS]": Go("call"), "```json": Go("fenced")},
             first={"[": Go("bare", stay=True)},

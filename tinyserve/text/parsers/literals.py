@@ -10,6 +10,7 @@ Before: calls.py.  After: machine.py, and the tables that use these readers.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import re
@@ -106,6 +107,11 @@ class PythonCall:
     def _argument(self, text: str) -> None:
         if not text.strip():
             return
+        key, equals, value = text.partition("=")
+        if equals and key.strip().isidentifier():
+            with contextlib.suppress(ValueError, RecursionError):
+                found = strict_json(value.strip())
+                return self._writer.parameter(key.strip(), found)
         try:
             call = ast.parse(f"_({text.strip()}\n)", mode="eval").body
             (keyword,) = call.keywords

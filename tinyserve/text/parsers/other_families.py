@@ -10,6 +10,7 @@ Before: family.py, literals.py, json_calls.py.  After: registry.py.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from .family import Calls, Family, Thinking, Written
 from .json_calls import JsonArguments, JsonForm
@@ -26,6 +27,15 @@ def python_list(form: PythonForm, end: tuple[str, ...] = ()) -> dict[str, State]
         "more": Expect({",": Go("item"), "]": Go("ended")}, otherwise=FRESH, silent=True),
         "ended": Expect(dict.fromkeys(end, Go(FRESH)), otherwise=FRESH, silent=True),
     }
+
+
+# Parameters as JSON, which Python reads too. What may stand between parentheses otherwise has no others but in texts.
+_LOOSE = r"""([^"'()]|"([^"\\\n]|\\.)*"|'([^'\\\n]|\\.)*')*"""
+
+
+def _python(**around: Any) -> Written:
+    """Calls as Python writes them."""
+    return Written(before="NAME(", after=")", parameter=("NAME=", ""), joined=", ", loose=_LOOSE, **around)
 
 
 def _gemma(begin: str, end: str, quote: str) -> Calls:
@@ -67,11 +77,13 @@ FAMILIES = (
     Family(
         name="pythonic",
         tools=("pythonic",),
+        written=_python(begin="[", end="]", between=", ", first=True),
         calls=Calls(marks={"[": Go("item")}, states=python_list(PythonForm(bare=True))),
     ),
     Family(
         name="llama4_pythonic",
         tools=("llama4_pythonic",),
+        written=_python(begin="<|python_start|>[", end="]<|python_end|>", between=", ", trigger="<|python_start|>"),
         calls=Calls(
             marks={"<|python_start|>": Go("list"), "[": Go("item")},
             states=python_list(PythonForm(bare=True), ("<|python_end|>",)),
@@ -84,6 +96,9 @@ FAMILIES = (
         tools=("olmo3",),
         reasoning=("olmo3",),
         thinking=THINK,
+        written=_python(
+            begin="<function_calls>\n", end="\n</function_calls>", between="\n", trigger="<function_calls>"
+        ),
         calls=Calls(
             marks={"<function_calls>": Go("item")},
             states={
@@ -97,6 +112,7 @@ FAMILIES = (
     Family(
         name="gemma3",
         tools=("gemma3",),
+        written=_python(begin="```tool_code\n[", end="]\n```", between=", ", trigger="```tool_code"),
         calls=Calls(
             marks={"```tool_code": Go("code"), "[": Go("item"), "{": Go("json", stay=True)},
             states={
@@ -137,6 +153,8 @@ FAMILIES = (
         written=Written(
             before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
             thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+            answer="<|channel|>final<|message|>",
+            preamble=("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
         ),
     ),
     Family(

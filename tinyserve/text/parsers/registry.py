@@ -20,7 +20,7 @@ from attrs import evolve, frozen
 from ...errors import ConfigError
 from ...structured import Thought
 from . import json_families, named_families, other_families, xml_families
-from .family import Calls, Family, Thinking, Written, make_table
+from .family import Calls, Family, Thinking, Written, held, make_table
 from .json_calls import JsonForm
 from .machine import Machine
 from .table import FRESH, Expect, Go, Read, Table
@@ -95,6 +95,7 @@ class Parsing:
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         prompt: str = "",
         thoughts: bool = True,
+        strict: bool = False,
     ) -> Machine:
         """A parser for one answer.
 
@@ -103,10 +104,12 @@ class Parsing:
             tools: name -> schema of the parameters.
             prompt: the end of the rendered prompt; empty when it is not known.
             thoughts: whether thinking is read; else its marks are text.
+            strict: only what a grammar holds is a call.
         """
         opened = thoughts and self.opened(prompt)
         start = "fresh" if not opened and self._closed(prompt) else None
-        return Machine(self.table(calls=calls, thoughts=thoughts), tools=tools, opened=opened, start=start)
+        table = self.table(calls=calls, thoughts=thoughts, strict=strict)
+        return Machine(table, tools=tools, opened=opened, start=start)
 
     @property
     def written(self) -> Written:
@@ -129,15 +132,14 @@ class Parsing:
     def _whole(self) -> Family | None:
         return next((family for family in (self.tools, self.thoughts) if family and family.whole), None)
 
-    def table(self, *, calls: bool, thoughts: bool = True) -> Table:
+    def table(self, *, calls: bool, thoughts: bool = True, strict: bool = False) -> Table:
         """The table for answers of this model."""
         whole = self._whole
         if whole is not None:
             return whole.whole if calls and whole is self.tools else whole.whole_without
         hidden = self.special if self.shows_special(calls=calls) else ()
-        return make_table(
-            self.thinking if thoughts else None, self.tools.calls if calls and self.tools else None, hidden
-        )
+        read = (held(self.tools) if strict else self.tools.calls) if calls and self.tools else None
+        return make_table(self.thinking if thoughts else None, read, hidden)
 
     def _closed(self, prompt: str) -> bool:
         """Whether the prompt already holds the end of a thought: the template was told not to think."""
