@@ -114,7 +114,8 @@ async def test_a_grammar_that_fails_while_its_answers_are_queued(tok, monkeypatc
 @pytest.mark.anyio
 async def test_a_grammar_that_takes_ever_longer_ends_alone(tok, monkeypatch):
     """Each token of an ambiguous grammar costs more than the one before, up to seconds, which others would wait for."""
-    monkeypatch.setattr(matcher, "SPARE_SECONDS", 0.2)
+    monkeypatch.setattr(matcher, "USUAL_SECONDS", 0.0005)
+    monkeypatch.setattr(matcher, "SPARE_SECONDS", 0.05)
     async with serving(ScriptModel([97] * 240), tok) as server:
         slow = {"structured_outputs": {"grammar": 'start: s\ns: s s s | s s | "a" | "aa"'}, "max_tokens": 240}
         free, held = await asyncio.gather(
