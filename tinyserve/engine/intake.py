@@ -159,7 +159,7 @@ class Intake:
         request = Request(
             id=f"{name}/{number:x}",
             prompt_ids=ids,
-            sampling=evolve(
+            sampling=_with(
                 params,
                 max_tokens=tokens,
                 min_tokens=min(params.min_tokens, tokens),
@@ -326,3 +326,9 @@ def _plain_int(token: Any) -> int:
     if isinstance(token, bool) or not hasattr(token, "__index__"):
         raise RequestError(f"Token ids must be integers, got {shown(token)}.", param="prompt")
     return token.__index__()
+
+
+def _with(params: SamplingParams, **values: Any) -> SamplingParams:
+    """These parameters with other values; themselves where nothing changes, because checking 40 fields takes 0.1 ms."""
+    changed = {name: value for name, value in values.items() if getattr(params, name) != value}
+    return evolve(params, **changed) if changed else params

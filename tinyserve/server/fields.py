@@ -71,18 +71,15 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         await _drain(request)
         raise TooLarge(f"The body has {announced} bytes; at most {max_bytes} are allowed.")
     pieces, size = [], 0
-    stream = request.stream()
     try:
-        while True:
-            with anyio.fail_after(CHUNK_TIMEOUT):
-                piece = await anext(stream, None)
-            if piece is None:
-                break
-            size += len(piece)
-            if size > max_bytes:
-                await _drain(request)
-                raise TooLarge(f"The body has more than {max_bytes} bytes.")
-            pieces.append(piece)
+        with anyio.fail_after(CHUNK_TIMEOUT) as scope:
+            async for piece in request.stream():
+                scope.deadline = anyio.current_time() + CHUNK_TIMEOUT
+                size += len(piece)
+                if size > max_bytes:
+                    await _drain(request)
+                    raise TooLarge(f"The body has more than {max_bytes} bytes.")
+                pieces.append(piece)
     except TimeoutError:
         raise BodyTimeout(f"No part of the body arrived for {CHUNK_TIMEOUT:.0f} seconds.") from None
     return b"".join(pieces)
