@@ -15,11 +15,15 @@ bfloat16 on a device. A program costs about a millisecond, so tests use few and 
 import contextlib
 import functools
 import importlib
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from attrs import frozen
 from triton.backends.compiler import GPUTarget
@@ -193,6 +197,16 @@ def compile_only(target: str) -> Iterator[list[Built]]:
 def over_safe(built: list[Built]) -> list[tuple[str, int]]:
     """(kernel, bytes) of those that a device with 99 KiB of shared memory cannot run."""
     return sorted({(one.name, one.shared) for one in built if one.shared > launch.SAFE_SHARED})
+
+
+def local_memory(one: Built) -> int:
+    """Bytes of local memory that a thread of a kernel for NVIDIA takes: what found no room in registers, mostly."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(one.kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", told))
 
 
 def modules_with_cases() -> list[str]:

@@ -11,6 +11,7 @@ LAYOUTS = {
     "int4-128": (4, "int", 128, 8),
     "int4-128-zeros": (4, "int", 128, True),
     "int4-row": (4, "int", 0, 8),
+    "int4-64": (4, "int", 64, True),
     "int4-32": (4, "int", 32, True),
     "int4-48": (4, "int", 48, True),
     "int2-16": (2, "int", 16, True),

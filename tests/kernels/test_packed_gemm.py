@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.harness import assert_close, gapped, randn
+from tests.kernels.harness import assert_close, compile_only, gapped, local_memory, randn
 from tests.kernels.test_packed import LAYOUTS, meta_weight, weight_of
 from tinyserve.kernels import launch
 from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
@@ -56,6 +56,14 @@ def test_numbers_scaled_before_the_product_give_the_product(device, monkeypatch,
 
     rounded = dense.to(device).to(dtype) if device.type != "cpu" else dense
     assert_close(actual, skinny_gemm_reference(x, rounded, gate=gate), scale=1 if device.type != "cpu" else 4)
+
+
+def test_float32_with_a_gate_stays_in_registers():
+    """Two sums of float32 took 10 KB of local memory a thread, which the device must have for all of its threads."""
+    with compile_only("sm_90") as built:
+        packed_gemm(torch.empty(17, 384), meta_weight("int8-row", 66, 384), gate="silu")
+
+    assert max(local_memory(one) for one in built) <= 512
 
 
 def compile_cases():

@@ -4,14 +4,19 @@ import pytest
 import torch
 
 from tests.kernels.harness import assert_close, gapped, randn
-from tests.kernels.test_packed import meta_weight, weight_of
+from tests.kernels.test_packed import LAYOUTS, meta_weight, weight_of
 from tests.kernels.test_packed_gemv import keywords_of
 from tinyserve.kernels.gemv import gemv_reference
+from tinyserve.kernels.packed import tile_of
 from tinyserve.kernels.packed_gemv import packed_gemv
 from tinyserve.kernels.packed_strips import packed_strips, packed_strips_reference, strips_fit
 from tinyserve.kernels.skinny_gemm import skinny_gemm_reference
 
-FOUR_BITS = ["int4-128", "int4-128-zeros", "int4-row"]
+FOUR_BITS = ["int4-128", "int4-128-zeros", "int4-row", "int4-64", "int4-32", "int4-32-added"]
+
+
+def weight_tile(name):
+    return tile_of(LAYOUTS[name][2])
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
@@ -20,7 +25,7 @@ def test_one_row_is_the_product_of_its_numbers(device, dtype, name, parts):
     """Breaks at 37 x 300 if a tile past the end joins a sum, at 19 x 3072 if a column meets another's number."""
     if dtype == torch.float32:
         pytest.skip("two bytes a number")
-    for rows, width in ((37, 300), (19, 3072)):
+    for rows, width in ((37, 300 if weight_tile(name) == 128 else 384), (19, 3072)):
         weight, dense = weight_of(name, rows * (2 if "gate" in parts else 1), width, device=device)
         bias, keywords = keywords_of(parts, rows, width, dtype=dtype, device=device)
         x = randn(1, width, dtype=dtype, device=device, spread=2)
@@ -39,7 +44,7 @@ def test_a_few_rows_are_the_product_of_its_numbers(device, dtype, name, tokens):
     """Breaks if the ninth token meets the first one's columns, or a row past the end is stored; parts are float32."""
     if dtype == torch.float32:
         pytest.skip("two bytes a number")
-    for gate, rows, width in ((None, 37, 1100), ("silu", 16, 512)):
+    for gate, rows, width in ((None, 37, 1100 if weight_tile(name) == 128 else 1152), ("silu", 16, 512)):
         weight, dense = weight_of(name, rows * (2 if gate else 1), width, device=device)
         bias = randn(len(dense), dtype=dtype, device=device, seed=3)
         x = gapped(randn(tokens, width, dtype=dtype, device=device))
@@ -62,7 +67,7 @@ def test_what_fits(device):
     assert strips_fit(x, weight) == strips_fit(x.bfloat16(), weight, x[0]) == fits
     assert not strips_fit(x, weight, x[0]) and not strips_fit(x.float(), weight)
     assert not strips_fit(x.expand(17, 256), weight)
-    for name in ("int4-32", "int4-32-added", "int8-row"):
+    for name in ("int4-48", "int2-16", "int8-row"):
         assert not strips_fit(x, weight_of(name, 16, 256, device=device)[0])
 
 

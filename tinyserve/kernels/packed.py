@@ -273,8 +273,10 @@ def two_halves(scale, kind: tl.constexpr):
 
 
 @triton.jit
-def four_scaled_nibbles(code, minus, scale, HALF: tl.constexpr):
-    """As `four_nibbles`, times a scale given as `two_halves`, as if rounded once: what the small half adds is small."""
+def four_scaled_nibbles(code, minus, scale, added, HALF: tl.constexpr):
+    """As `four_nibbles`, times a scale given as `two_halves`, plus `added`, as if rounded once: what the small half
+    of a scale adds is small. Two neighbouring words share a scale.
+    """
     if HALF:
         return tl.inline_asm_elementwise(
             """
@@ -285,27 +287,27 @@ def four_scaled_nibbles(code, minus, scale, HALF: tl.constexpr):
             prmt.b32 low, $6, $6, 0x1010;
             lop3.b32 w, $4, 0x000F000F, 0x64006400, 0xEA;
             fma.rn.f16x2 w, w, one, $5;
-            mul.rn.f16x2 t, w, low;
+            fma.rn.f16x2 t, w, low, $8;
             fma.rn.f16x2 $0, w, high, t;
             shr.u32 w, $4, 4;
             lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
             fma.rn.f16x2 w, w, one, $5;
-            mul.rn.f16x2 t, w, low;
+            fma.rn.f16x2 t, w, low, $8;
             fma.rn.f16x2 $1, w, high, t;
             shr.u32 w, $4, 8;
             lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
             fma.rn.f16x2 w, w, one, $5;
-            mul.rn.f16x2 t, w, low;
+            fma.rn.f16x2 t, w, low, $8;
             fma.rn.f16x2 $2, w, high, t;
             shr.u32 w, $4, 12;
             lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
             fma.rn.f16x2 w, w, one, $5;
-            mul.rn.f16x2 t, w, low;
+            fma.rn.f16x2 t, w, low, $8;
             fma.rn.f16x2 $3, w, high, t;
             }
             """,
-            "=&r,=&r,=&r,=&r,r,r,r,r",
-            [code, minus, scale],
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [code, minus, scale, added],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=2,
@@ -320,27 +322,27 @@ def four_scaled_nibbles(code, minus, scale, HALF: tl.constexpr):
             prmt.b32 low, $6, $6, 0x1010;
             lop3.b32 w, $4, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 w, w, one, $5;
-            mul.rn.bf16x2 t, w, low;
+            fma.rn.bf16x2 t, w, low, $8;
             fma.rn.bf16x2 $0, w, high, t;
             shr.u32 w, $4, 4;
             lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 w, w, one, $5;
-            mul.rn.bf16x2 t, w, low;
+            fma.rn.bf16x2 t, w, low, $8;
             fma.rn.bf16x2 $1, w, high, t;
             shr.u32 w, $4, 8;
             lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 w, w, one, $5;
-            mul.rn.bf16x2 t, w, low;
+            fma.rn.bf16x2 t, w, low, $8;
             fma.rn.bf16x2 $2, w, high, t;
             shr.u32 w, $4, 12;
             lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 w, w, one, $5;
-            mul.rn.bf16x2 t, w, low;
+            fma.rn.bf16x2 t, w, low, $8;
             fma.rn.bf16x2 $3, w, high, t;
             }
             """,
-            "=&r,=&r,=&r,=&r,r,r,r,r",
-            [code, minus, scale],
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [code, minus, scale, added],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,

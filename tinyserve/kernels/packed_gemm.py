@@ -96,7 +96,7 @@ def _product(
         if FOLD:
             if ZEROS:
                 minus = (-(zero + base)).to(kind)
-            w0, w1, w2, w3 = four_scaled_nibbles(code, minus, two_halves(scale, kind), half)
+            w0, w1, w2, w3 = four_scaled_nibbles(code, minus, two_halves(scale, kind), tl.zeros(code.shape, kind), half)
         else:
             w0, w1, w2, w3 = four_nibbles(code, minus, half)
             if ZEROS:

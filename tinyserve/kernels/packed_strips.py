@@ -1,4 +1,4 @@
-"""Codes of four bits times one to sixteen vectors on matrix units, at the speed of reading the codes.
+"""Codes of four bits times one to sixteen vectors on matrix units.
 
     y = x · Wᵀ + bias                  or, gated, act(first half) * (second half)
 
@@ -18,6 +18,9 @@ Reshaping and permuting the tile as (q, b, h, e) -> (b, h, q, e) says so to the 
 same way: eight tokens by the same four threads. One token is read by all eight, so all eight columns of the result are
 the same.
 
+Groups of 32 or 64 columns stand in tiles of as many: then a thread's 16 bytes lie in one group, which has a scale of
+its own, and numbers are scaled, and rounded to x's type, before the product.
+
 A program takes 16 rows of W (twice 16 if gated); its warps share K, each with several tiles a step. What takes long is
 the way from memory, not the instructions, and registers for words of later steps are few (the compiler moves such loads
 behind the arithmetic); so the device's cache is asked to have the codes of later steps. Sums are float32, scaled after
@@ -35,7 +38,7 @@ import triton.language as tl
 from .activation import activate, gated_activation_reference
 from .launch import cdiv, choose, facts, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
 from .norm import rms_norm_reference
-from .packed import Packed, four_nibbles, packed_dense_reference, pair_product
+from .packed import Packed, four_nibbles, four_scaled_nibbles, packed_dense_reference, pair_product, two_halves
 
 MOST_TOKENS = 16
 
@@ -84,6 +87,18 @@ def _of_tiles(ptr, row, tile, G, tiles, more, WIDTH: tl.constexpr):
     place = (row.to(tl.int64) * G)[None, :, None, :, None] + group[None, None, :, None, :]
     inside = (tile < tiles) & more
     return tl.load(ptr + (place + tl.zeros([4, 1, 1, 1, 1], tl.int32)), mask=inside[None, None, :, None, :], other=0.0)
+
+
+@triton.jit
+def _of_words(ptr, row, tile, G, tiles, more, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Values [8, WARPS, TILES, 2, 4] of the group that each thread's eight words lie in, where that is not all 128."""
+    part = tl.arange(0, 4) * 8 // (TILE // 4) * TILE
+    column = tile[None, None, :, None, :] * 128 + part[:, None, None, None, None]
+    group = tl.minimum(column // WIDTH, G - 1)
+    place = (row.to(tl.int64) * G)[None, :, None, :, None] + group
+    inside = (tile < tiles) & more
+    values = tl.load(ptr + place, mask=inside[None, None, :, None, :], other=0.0)
+    return tl.permute(values, (1, 2, 4, 3, 0))  # loaded so that threads hold what they need
 
 
 @triton.jit
@@ -144,13 +159,18 @@ def _scaled(part, values, WARPS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def _wide(values):
+    """Values [8, WARPS, TILES, 2, 4] of threads for each of their eight words, [8, WARPS, TILES, 2, 32]."""
+    shape: tl.constexpr = values.shape
+    all_words = tl.broadcast_to(values[:, :, :, :, :, None], [shape[0], shape[1], shape[2], shape[3], 4, 8])
+    return tl.reshape(all_words, [shape[0], shape[1], shape[2], shape[3], 32])
+
+
+@triton.jit
 def _minus(zero, base: tl.constexpr, kind: tl.constexpr):
     """-(base + zero point) of each word [8, WARPS, TILES, 2, 32], from zero points [4, 8, WARPS, 2, TILES]."""
     own = (-(zero.to(tl.float32) + base)).to(kind)
-    own = tl.permute(own, (1, 2, 4, 3, 0))[:, :, :, :, :, None]
-    shape: tl.constexpr = own.shape
-    wide = tl.broadcast_to(own, [shape[0], shape[1], shape[2], shape[3], 4, 8])
-    return tl.reshape(wide, [shape[0], shape[1], shape[2], shape[3], 32])
+    return _wide(tl.permute(own, (1, 2, 4, 3, 0)))
 
 
 @triton.jit
@@ -170,9 +190,30 @@ def _columns(x_row, norm_ptr, column, K, offset, NORM: tl.constexpr, SHIFT: tl.c
 
 
 @triton.jit
-def _number(words, minus, place: tl.constexpr):
-    """The code at one place of each word, plus `minus`, without PTX."""
-    return ((words >> (4 * place)) & 15).to(minus.dtype) + minus
+def _four(words, scale, zero, kind: tl.constexpr, TILE: tl.constexpr, MIDDLE: tl.constexpr, ZEROS: tl.constexpr,
+          ADDED: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """The four numbers of each word, in x's type; scaled if words of a thread share a group that not all 128 share."""
+    half: tl.constexpr = kind == tl.float16
+    base: tl.constexpr = (1024 if half else 128) if NATIVE else 0
+    minus = tl.full(words.shape, -(base + (0 if ADDED else MIDDLE)), kind)
+    if ZEROS and not ADDED:
+        minus = _minus(zero, base, kind) if TILE == 128 else _wide((-(zero.to(tl.float32) + base)).to(kind))
+    if not NATIVE:
+        w0, w1 = (words & 15).to(kind) + minus, ((words >> 4) & 15).to(kind) + minus
+        w2, w3 = ((words >> 8) & 15).to(kind) + minus, ((words >> 12) & 15).to(kind) + minus
+        if TILE < 128:
+            scales = _wide(scale.to(tl.float32))
+            added = _wide(zero.to(tl.float32)) if ADDED else 0.0
+            w0, w1 = (w0 * scales + added).to(kind), (w1 * scales + added).to(kind)
+            w2, w3 = (w2 * scales + added).to(kind), (w3 * scales + added).to(kind)
+    elif TILE < 128:
+        added = _wide(zero.to(kind)) if ADDED else tl.zeros(words.shape, kind)
+        w0, w1, w2, w3 = four_scaled_nibbles(
+            words, minus, _wide(two_halves(scale.to(tl.float32), kind)), added, half
+        )  # fmt: skip
+    else:
+        w0, w1, w2, w3 = four_nibbles(words, minus, half)
+    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -182,40 +223,39 @@ def _products(
     x1,
     x2,
     x3,
-    scale,  # [4, 8, WARPS, 2, TILES]; read if WIDTH
+    scale,  # [4, 8, WARPS, 2, TILES], or [8, WARPS, TILES, 2, 4] if groups are narrower than 128; read if WIDTH
     zero,  # the same; read if ZEROS
     WARPS: tl.constexpr,
     TILES: tl.constexpr,
+    TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ZEROS: tl.constexpr,
+    ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Products [TILES * WARPS, 16, TOKENS] of the tiles, scaled."""
-    kind: tl.constexpr = x0.dtype
-    half: tl.constexpr = kind == tl.float16
-    base: tl.constexpr = (1024 if half else 128) if NATIVE else 0
-    minus = _minus(zero, base, kind) if ZEROS else tl.full(words.shape, -(base + MIDDLE), kind)
-    if NATIVE:
-        w0, w1, w2, w3 = four_nibbles(words, minus, half)
-    else:
-        w0, w1 = _number(words, minus, 0), _number(words, minus, 1)
-        w2, w3 = _number(words, minus, 2), _number(words, minus, 3)
+    w0, w1, w2, w3 = _four(words, scale, zero, x0.dtype, TILE, MIDDLE, ZEROS, ADDED, NATIVE)
     part = tl.dot(_left(w0, WARPS, TILES), x0, input_precision="ieee")
     part = tl.dot(_left(w1, WARPS, TILES), x1, part, input_precision="ieee")
     part = tl.dot(_left(w2, WARPS, TILES), x2, part, input_precision="ieee")
     part = tl.dot(_left(w3, WARPS, TILES), x3, part, input_precision="ieee")
-    return _scaled(part, scale, WARPS, TILES) if WIDTH > 0 else part
+    return _scaled(part, scale, WARPS, TILES) if WIDTH > 0 and TILE == 128 else part
 
 
 @triton.jit
-def _ahead(codes_ptr, scales_ptr, zeros_ptr, row, tile, row_elements, G, tiles, more, WIDTH: tl.constexpr,
-           ZEROS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+def _ahead(codes_ptr, scales_ptr, zeros_ptr, row, tile, row_elements, G, tiles, more, TILE: tl.constexpr,
+           WIDTH: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """Words, scales and zero points of a step; scales stand in for zero points where there are none."""
     words = _words(codes_ptr, row, tile, row_elements, tiles, more, EVEN)
-    scale = _of_tiles(scales_ptr, row, tile, G, tiles, more, WIDTH)
+    if TILE < 128:
+        scale = _of_words(scales_ptr, row, tile, G, tiles, more, TILE, WIDTH)
+    else:
+        scale = _of_tiles(scales_ptr, row, tile, G, tiles, more, WIDTH)
     zero = scale
-    if ZEROS:
+    if ZEROS and TILE < 128:
+        zero = _of_words(zeros_ptr, row, tile, G, tiles, more, TILE, WIDTH)
+    elif ZEROS:
         zero = _of_tiles(zeros_ptr, row, tile, G, tiles, more, WIDTH)
     return words, scale, zero
 
@@ -258,9 +298,11 @@ def _packed_strips_kernel(
     SHIFT: tl.constexpr,  # the norm's offset is not zero
     RESIDUAL: tl.constexpr,
     ONE: tl.constexpr,  # M is 1
-    WIDTH: tl.constexpr,  # a multiple of 128, or 0
+    TILE: tl.constexpr,  # 32, 64 or 128
+    WIDTH: tl.constexpr,  # a multiple of TILE, or 0
     MIDDLE: tl.constexpr,
     ZEROS: tl.constexpr,
+    ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of a step's columns
     TOKENS: tl.constexpr,  # 8 or 16
@@ -279,6 +321,8 @@ def _packed_strips_kernel(
     tile = TILES * tl.arange(0, WARPS)[:, None] + tl.arange(0, TILES)[None, :]
     tiles = tl.cdiv(K, 128)
     each: tl.constexpr = TILES * WARPS  # tiles of a step
+    LANES: tl.constexpr = TILE // 4
+    lane = tl.arange(0, 32) // LANES * TILE + tl.arange(0, 32) % LANES  # columns of words of 128 columns
     first = tl.program_id(0) * 16
     if NATIVE and FAR > 0:
         for step in tl.static_range(FAR):
@@ -289,12 +333,12 @@ def _packed_strips_kernel(
             _ask_groups(zeros_ptr, first, N, G, GATE != "")
     if AHEAD:
         words, scale, zero = _ahead(
-            codes_ptr, scales_ptr, zeros_ptr, rows, tile, row_elements, G, tiles, True, WIDTH, ZEROS, EVEN
+            codes_ptr, scales_ptr, zeros_ptr, rows, tile, row_elements, G, tiles, True, TILE, WIDTH, ZEROS, EVEN
         )  # fmt: skip
         words_up, scale_up, zero_up = words, scale, zero
         if GATE != "":
             words_up, scale_up, zero_up = _ahead(
-                codes_ptr, scales_ptr, zeros_ptr, rows + N, tile, row_elements, G, tiles, True, WIDTH, ZEROS, EVEN
+                codes_ptr, scales_ptr, zeros_ptr, rows + N, tile, row_elements, G, tiles, True, TILE, WIDTH, ZEROS, EVEN
             )  # fmt: skip
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, TOKENS // 8)[None, :]
     x_row = x_ptr + (tl.minimum(token, M - 1).to(tl.int64) * x_stride)[:, None, None, :, None]
@@ -309,18 +353,19 @@ def _packed_strips_kernel(
         later = tile + (start + each if AHEAD else start)
         more = start + each < tiles if AHEAD else True
         next_words, next_scale, next_zero = _ahead(
-            codes_ptr, scales_ptr, zeros_ptr, rows, later, row_elements, G, tiles, more, WIDTH, ZEROS, EVEN
+            codes_ptr, scales_ptr, zeros_ptr, rows, later, row_elements, G, tiles, more, TILE, WIDTH, ZEROS, EVEN
         )  # fmt: skip
         next_words_up, next_scale_up, next_zero_up = next_words, next_scale, next_zero
         if GATE != "":
             next_words_up, next_scale_up, next_zero_up = _ahead(
-                codes_ptr, scales_ptr, zeros_ptr, rows + N, later, row_elements, G, tiles, more, WIDTH, ZEROS, EVEN
+                codes_ptr, scales_ptr, zeros_ptr, rows + N, later, row_elements, G, tiles, more, TILE, WIDTH, ZEROS,
+                EVEN,
             )  # fmt: skip
-        column = ((tile + start) * 128)[:, :, None] + tl.arange(0, 32)[None, None, :]
+        column = ((tile + start) * 128)[:, :, None] + lane[None, None, :]
         x0 = _right(_columns(x_row, norm_ptr, column, K, offset, NORM, SHIFT, NATIVE, EVEN), WARPS, TILES)
-        x1 = _right(_columns(x_row, norm_ptr, column + 32, K, offset, NORM, SHIFT, NATIVE, EVEN), WARPS, TILES)
-        x2 = _right(_columns(x_row, norm_ptr, column + 64, K, offset, NORM, SHIFT, NATIVE, EVEN), WARPS, TILES)
-        x3 = _right(_columns(x_row, norm_ptr, column + 96, K, offset, NORM, SHIFT, NATIVE, EVEN), WARPS, TILES)
+        x1 = _right(_columns(x_row, norm_ptr, column + LANES, K, offset, NORM, SHIFT, NATIVE, EVEN), WARPS, TILES)
+        x2 = _right(_columns(x_row, norm_ptr, column + 2 * LANES, K, offset, NORM, SHIFT, NATIVE, EVEN), WARPS, TILES)
+        x3 = _right(_columns(x_row, norm_ptr, column + 3 * LANES, K, offset, NORM, SHIFT, NATIVE, EVEN), WARPS, TILES)
         if NORM:
             flat = start * 128 + tl.arange(0, TILES * WARPS * 128)
             x = (tl.load(x_ptr + flat) if EVEN else tl.load(x_ptr + flat, mask=flat < K, other=0.0)).to(tl.float32)
@@ -328,10 +373,10 @@ def _packed_strips_kernel(
         if not AHEAD:
             words, scale, zero = next_words, next_scale, next_zero
             words_up, scale_up, zero_up = next_words_up, next_scale_up, next_zero_up
-        total += _products(words, x0, x1, x2, x3, scale, zero, WARPS, TILES, WIDTH, MIDDLE, ZEROS, NATIVE)
+        total += _products(words, x0, x1, x2, x3, scale, zero, WARPS, TILES, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE)
         if GATE != "":
             total_up += _products(
-                words_up, x0, x1, x2, x3, scale_up, zero_up, WARPS, TILES, WIDTH, MIDDLE, ZEROS, NATIVE
+                words_up, x0, x1, x2, x3, scale_up, zero_up, WARPS, TILES, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE
             )  # fmt: skip
         if AHEAD:
             words, scale, zero = next_words, next_scale, next_zero
@@ -358,7 +403,7 @@ def _packed_strips_kernel(
 def strips_fit(x: torch.Tensor, weight: Packed, norm: torch.Tensor | None = None) -> bool:
     """Whether `packed_strips` multiplies these. With a norm x must be bfloat16: x and the norm's weight are multiplied
     before the norm's scale is known, which float16 has no room for."""
-    codes = weight.kind == "int" and weight.each == 4 and not weight.added and weight.width % 128 == 0
+    codes = weight.kind == "int" and weight.each == 4 and weight.tile >= 32
     lies = x.shape[0] <= MOST_TOKENS and x.stride(0) % 8 == 0 and weight.codes.shape[1] % 32 == 0
     kind = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and norm is None)
     return codes and lies and kind and speaks_ptx(x)
@@ -434,7 +479,7 @@ def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
         NATIVE=speaks_ptx(x),
         TOKENS=8 if tokens <= 8 else 16,
         WARPS=options["num_warps"],
-        **{name: constants[name] for name in ("WIDTH", "MIDDLE", "ZEROS")},
+        **{name: constants[name] for name in ("TILE", "WIDTH", "MIDDLE", "ZEROS", "ADDED")},
         **options,
         **overlap(x),
     )

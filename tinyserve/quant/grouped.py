@@ -11,7 +11,7 @@ On a GPU integers and fp8 are kept in the order of kernels/packed.py, and multip
     1 row           kernels/packed_gemv.py, which takes in the norm before, the gate and the residual after
     2 .. about 64   kernels/packed_gemm.py, which takes in the gate, and may leave its splits to the next norm;
                     kernels/scaled_gemm.py if the checkpoint says that activations are rounded to fp8
-    1 .. 16         of four bits in groups of 128: kernels/packed_strips.py, where both of them go
+    1 .. 16         of four bits in groups of 32 or more: kernels/packed_strips.py, where both of them go
     more            fp8 with one scale a row: x is rounded to fp8 too, and torch multiplies; else the matrix is made
                     dense for one product of torch
 
@@ -167,7 +167,8 @@ class Grouped:
         if not tuned_rows(facts(layer.codes.device).name).get("packed_gemv"):
             return "no tiles were measured on this device"
         if layer.packed.width % 64 or layer.packed.added:
-            return f"{self.scheme.name} is scaled number by number for 2 to {MOST_ROWS} rows"
+            few = 17 if layer.packed.each == 4 and layer.packed.tile >= 32 else 2
+            return f"{self.scheme.name} is scaled number by number for {few} to {MOST_ROWS} rows"
         if layer.packed.zeros is not None or layer.order is not None:
             return "zero points that differ and columns out of order cost 2 to 64 rows a way through shared memory"
         if layer.packed.kind == "e4m3" and self.scheme.inputs is None:
