@@ -14,7 +14,7 @@ from tinyserve.lora.adapters import Move
 from tinyserve.runner.batch import Shape
 from tinyserve.runner.graphs import Recorded, Wanted
 from tinyserve.runner.runner import Limits, Runner
-from tinyserve.runner.warmup import warm_up
+from tinyserve.runner.warmup import every_step, warm_up
 from tinyserve.sampling.sampler import Sampler
 from tinyserve.step import RowParams, SeqSlice, SlotOpening, StepInput, TableEdit
 
@@ -39,6 +39,22 @@ def runner(tmp_path):
     made.given = type("Given", (), {"weights": weights})
     yield made
     made.close()
+
+
+def test_every_kind_of_step_is_launched_with_adapters_too(runner):
+    """So that none of its kernels compiles later: all numbers of tokens by which the model's kernels are chosen."""
+    seen = set()
+    wear = runner.adapters.wear
+
+    def noted(adapted, rows, slots):
+        seen.add((adapted, len(slots)))
+        wear(adapted, rows, slots)
+
+    runner.adapters.wear = noted
+    every_step(runner)
+
+    plain, worn = ({size for adapted, size in seen if adapted is kind} for kind in (False, True))
+    assert plain - worn == {6} and worn < plain  # 6: three prompts of two tokens, which are there for the samplers
 
 
 def test_a_step_takes_the_graph_with_adapters_only_if_a_row_wears_one(runner):

@@ -10,18 +10,20 @@ Before: lora/names.py, lora/adapters.py.  After: assemble.py makes the desk; eng
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily
 
-from ..errors import CheckpointError, ConfigError, RequestError
+from ..errors import CheckpointError, ConfigError, RequestError, shown
 from ..lora.adapters import Adapter, Adapters, LoadedAdapters, NoAdapters
 from ..request import LoRARequest
 from ..scheduling.update import SequenceFacts
 from .thread import in_own_thread
 
+_log = logging.getLogger(__name__)
 OFF = "Adapters are off: start with --enable-lora, or LLM(enable_lora=True)."
 Read = Callable[[str], tuple[int, Any]]
 LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
@@ -94,14 +96,14 @@ class Desk(NoDesk):
         except CheckpointError as error:
             raise RequestError(f"The adapter was not loaded. {error}", param="lora_path") from error
         self._check(name, replace)  # another may have come meanwhile
-        return self.known.load(name, path, rank, weights)
+        return self._loaded(name, path, rank, weights)
 
     def load_now(self, module: str) -> Adapter:
         """Load one of --lora-modules, before anything is served. Raises: ConfigError."""
         name, path = module_of(module)
         try:
             self._check(name, replace=False)
-            return self.known.load(name, path, *self._read(path))
+            return self._loaded(name, path, *self._read(path))
         except (CheckpointError, RequestError) as error:
             raise ConfigError(f"--lora-modules {name}: {error}") from error
 
@@ -110,6 +112,7 @@ class Desk(NoDesk):
         if self.find(name) is None:
             raise UnknownAdapter(f"There is no adapter {name[:200]!r}.", param="lora_name")
         self.known.unload(name)
+        _log.info("adapter %s unloaded", name)
 
     async def of(self, asked: LoRARequest | None) -> Adapter | None:
         """The adapter of a LoRARequest: the one that was loaded for an equal one, else loaded now."""
@@ -131,6 +134,10 @@ class Desk(NoDesk):
         self._usage.waiting, self._usage.running = (
             sorted({one.adapter for one in found if one.running is running} - {""}) for running in (False, True)
         )
+
+    def _loaded(self, name: str, path: str, rank: int, weights: Any) -> Adapter:
+        _log.info("adapter %s loaded from %s: rank %d", name, shown(path), rank)
+        return self.known.load(name, path, rank, weights)
 
     def _check(self, name: str, replace: bool) -> None:
         if not name or len(name) > 256 or not name.isprintable():

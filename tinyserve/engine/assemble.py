@@ -20,6 +20,7 @@ from attrs import asdict, define, field
 
 from ..config import CacheOptions, EngineConfig, usable_cores
 from ..errors import ConfigError, TinyserveError
+from ..options import format_bytes
 from .adapters import Desk, NoDesk
 from .parts import Parts, Phases
 
@@ -219,6 +220,8 @@ def _adapters(config: EngineConfig, parts: Parts, device: Any) -> tuple[Any, Any
     if not layers:
         raise ConfigError("--enable-lora is not built for this model, which runs through transformers or has no file.")
     adapted = Adapted(layers, config.lora.max_loras, most, device.torch)
+    size = format_bytes(adapted.weights.nbytes)
+    _log.info("adapters: %d places for rank %d take %s", config.lora.max_loras, most, size)
 
     def read(path: str) -> tuple[int, Any]:
         rank, found = read_adapter(path, layers, most)
