@@ -281,13 +281,14 @@ def _moe_packed_kernel(
         else:
             total = _one_step(
                 total, codes_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr, read,
-                start, tile, end, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, BLOCK_K,
+                0, 0, start, tile, end, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN, False, 1,
+                BLOCK_K,
             )  # fmt: skip
             if GATE != "":
                 total_up = _one_step(
                     total_up, up_row, element, row_elements, x_row, start + column, token, scales_ptr, zeros_ptr,
-                    read + WIDE, start, tile, end, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE, EVEN,
-                    BLOCK_K,
+                    read + WIDE, 0, 0, start, tile, end, K, G, KIND, PER, TILE, WIDTH, MIDDLE, ZEROS, ADDED, NATIVE,
+                    EVEN, False, 1, BLOCK_K,
                 )  # fmt: skip
 
     if WIDTH == 0:
