@@ -215,21 +215,25 @@ def scaled_gemm(
 def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: bool) -> dict[str, int]:
     """What was measured for this shape, or the formula. Only where parts are asked for is there more than one."""
     shape = {"tokens": x.shape[0], "inputs": x.shape[1], "outputs": rows, "gated": int(gated), "parts": int(parts)}
-    options = choose("scaled_gemm", x, _formula(x, weight, rows, gated), width=weight.width, **shape)
+    options = choose("scaled_gemm", x, _formula(x, weight, rows, gated, parts), width=weight.width, **shape)
     return options if parts else options | {"SPLITS": 1}
 
 
-def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[str, int]:
+def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: bool) -> dict[str, int]:
     """Strips of 64 rows, 256 bytes a row and load, up to four loads in flight; splits until they fill the device.
 
-    With two halves 128 bytes, so that two programs fit on a processor and a wide W needs one round of them.
+    With two halves 128 bytes, so that two programs fit on a processor and a wide W needs one round of them. Blocks take
+    steps of 128 columns, which are as many waits: so there are more splits, and more loads in flight where programs are
+    few.
     """
     device, (tokens, columns) = facts(x.device), x.shape
     block_m, block_n, splits = min(max(next_power_of_2(tokens), 16), 64), 64, 1
     block_k = 128 if weight.width or gated else 256
-    while splits < 2 and cdiv(rows, block_n) * splits < 2 * device.processors and columns >= 4 * splits * block_k:
+    strips, most = cdiv(rows, block_n), 2 if not weight.width else 8 if columns >= 8192 else 4
+    while parts and splits < most and strips * splits < 2 * device.processors and columns >= 4 * splits * block_k:
         splits *= 2
-    stages = min(max(device.shared * 9 // 10 // ((block_m + block_n * (1 + gated)) * block_k), 1), 4)
+    flights = 8 if weight.width and strips * splits <= device.processors else 4
+    stages = min(max(device.shared * 9 // 10 // ((block_m + block_n * (1 + gated)) * block_k), 1), flights)
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
