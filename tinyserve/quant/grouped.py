@@ -258,8 +258,12 @@ def kind_of(codes: Tensor) -> str:
 def most_rows(x: Tensor, layer: Fused) -> int:
     """The largest number of rows for which a product reads codes rather than numbers made of them."""
     shape = {"inputs": layer.inputs, "outputs": layer.outputs, "bits": 8 * layer.codes.element_size()}
-    shape["bits"] = layer.packed.bits if layer.packed is not None else shape["bits"]
-    return choose("grouped_product", x, {"GROUPED_ROWS": MOST_ROWS}, **shape)["GROUPED_ROWS"]
+    packed, most = layer.packed, MOST_ROWS
+    if packed is not None:
+        shape["bits"] = packed.bits
+        # Four bits have tiles of 128 tokens there: at 256 as fast as numbers in full, or a third faster.
+        most = 256 if packed.each == 4 and packed.width % 128 == 0 and speaks_ptx(x) else MOST_ROWS
+    return choose("grouped_product", x, {"GROUPED_ROWS": most}, **shape)["GROUPED_ROWS"]
 
 
 def scaled_product(codes: Tensor, scales: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
