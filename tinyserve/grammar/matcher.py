@@ -28,6 +28,7 @@ from .thought import Gate, Mode
 
 MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 128-bit integer has 39
 _NUMBER = re.compile(rb"[-+.0-9eE]*$")
+_NUMERIC = frozenset(b"-+.0123456789eE")
 _DIGITS = re.compile(rb"([eE][-+]?)?([0-9]*)$")
 WITH_JSON = ("json", "json_object", "structural_tag")
 USUAL_SECONDS = 0.005  # of one core, that a token may cost
@@ -140,6 +141,7 @@ class Matcher:
         self._number = b""  # at the end of the answer so far
         self._log: list[tuple[Any, bytes, bool]] = []  # before each token: gate, number; whether the grammar took it
         self._spare = SPARE_SECONDS
+        self._slow = False  # whether the token before took long, so that this one's own time is looked at
         self.ended = False
         self.error: Exception | None = None
 
@@ -182,12 +184,18 @@ class Matcher:
             self._log[-1] = (*before, False)
         else:
             self._consume(token)
-        self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
+        if data and data[-1] not in _NUMERIC:
+            self._number = b""
+        else:
+            self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
 
     def _consume(self, token: int) -> None:
-        start = time.thread_time()
+        begin = time.thread_time() if self._slow else 0.0  # asking costs as much as a usual token
+        start = time.perf_counter()
         taken = self._match.consume_token(token)
-        self.spend(time.thread_time() - start)
+        if self._slow:
+            self.spend(time.thread_time() - begin)
+        self._slow = time.perf_counter() - start > USUAL_SECONDS
         if not taken:
             self._fail()
         else:
