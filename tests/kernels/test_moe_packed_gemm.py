@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.harness import assert_close, gapped, randn
+from tests.kernels.harness import assert_close, compile_only, gapped, local_memory, randn
 from tests.kernels.test_moe_align import random_ids
 from tests.kernels.test_packed import meta_weight, weight_of
 from tinyserve.kernels import moe_gemm
@@ -144,6 +144,17 @@ def test_refusals(device):
     ):
         with pytest.raises(ValueError, match=message):
             module.moe_packed_gate_up(*arguments, order, starts, **options | changes)
+
+
+def test_float32_with_a_gate_stays_in_registers():
+    """Larger steps took 4 to 8 KB of local memory a thread, which the device must have for all of its threads."""
+    with compile_only("sm_90") as built:
+        order, starts = torch.empty(512, dtype=torch.int32), torch.empty(5, dtype=torch.int32)
+        for layout in ("fp8-row", "mxfp4"):
+            weight = meta_experts(layout, 4, 2 * 96, 256)
+            module.moe_packed_gate_up(torch.empty(256, 256), weight, order, starts, top_k=2, kind="silu")
+
+    assert max(local_memory(one) for one in built) <= 512
 
 
 def meta_experts(name, experts, rows, columns):

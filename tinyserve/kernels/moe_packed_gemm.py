@@ -440,12 +440,15 @@ def _options(kernel: str, x: torch.Tensor, weight: Packed, slots: int, experts: 
 
 
 def _formula(x: torch.Tensor, weight: Packed, tokens: int, pair: int) -> dict[str, int]:
-    """Strips of 64 rows, steps of 128 columns, and as many loads in flight as fit. pair: 2 for gate and up."""
-    device, block_n, block_k = launch.facts(x.device), 64, 128
-    if x.element_size() == 4:
-        tokens = min(tokens, 32)
+    """Strips of 64 rows, steps of 128 columns, and as many loads in flight as fit. pair: 2 for gate and up.
+
+    Products of float32 are made of single instructions, which want all their numbers in registers: smaller steps.
+    """
+    device, block_n, block_k, warps = launch.facts(x.device), 64, 128, 4
+    if x.element_size() == 4 and device.backend != "cpu":
+        tokens, block_k, warps = 16, 32 if weight.bits == 8 else 128, 4 if weight.bits == 8 else 8
     elif tokens >= 128 and pair == 1:
-        block_n = 128
+        block_n, warps = 128, 8
     stage = tokens * block_k * x.element_size() + block_n * block_k * pair * weight.bits // 8
     if weight.kind != "e2m1" and weight.width % block_k:  # a scale and a zero point for each element
         stage += 8 * block_n * pair * block_k // weight.each
@@ -455,7 +458,7 @@ def _formula(x: torch.Tensor, weight: Packed, tokens: int, pair: int) -> dict[st
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "STAGES": 1 if device.backend == "cpu" else stages,
-        "num_warps": 8 if block_n == 128 else 4,
+        "num_warps": warps,
     }
 
 
