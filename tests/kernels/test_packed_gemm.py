@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.kernels.harness import assert_close, compile_only, gapped, local_memory, randn
 from tests.kernels.test_packed import LAYOUTS, meta_weight, weight_of
 from tinyserve.kernels import launch
-from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
+from tinyserve.kernels.packed_gemm import _of_left, packed_gemm, packed_gemm_reference
 from tinyserve.kernels.skinny_gemm import skinny_gemm_reference
 
 
@@ -56,6 +58,24 @@ def test_numbers_scaled_before_the_product_give_the_product(device, monkeypatch,
 
     rounded = dense.to(device).to(dtype) if device.type != "cpu" else dense
     assert_close(actual, skinny_gemm_reference(x, rounded, gate=gate), scale=1 if device.type != "cpu" else 4)
+
+
+@triton.jit
+def _left_kernel(values, out, first, limit, start, G, K, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    found = _of_left(values, first, limit, start, G, K, 128, 32, ROWS, WARPS)
+    tl.store(out + tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :], found)
+
+
+@pytest.mark.parametrize(("rows", "warps"), [(128, 8), (256, 8), (64, 4)])
+def test_values_loaded_as_threads_need_them_stand_by_their_rows(device, rows, warps):
+    """Breaks if a row has another's scale; rows past the last one have its."""
+    values = randn(rows - 20, 4, dtype=torch.float16, device=device)
+    out = torch.zeros(rows, 32, device=device)
+
+    _left_kernel[(1,)](values, out, 7, rows - 20, 256, 4, 512, ROWS=rows, WARPS=warps, num_warps=warps)
+
+    which = (7 + torch.arange(rows, device=device)).clamp(max=rows - 21)
+    assert torch.equal(out, values[which, 2].float()[:, None].expand(rows, 32))
 
 
 def test_float32_with_a_gate_stays_in_registers():

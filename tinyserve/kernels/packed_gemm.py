@@ -381,15 +381,17 @@ def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: boo
     """What was measured for this shape, or the formula. Only where parts are asked for is there more than one."""
     tokens = x.shape[0]
     shape = {"tokens": tokens, "inputs": x.shape[1], "outputs": rows, "gated": int(gated), "bits": weight.bits}
-    formula = _formula(x, weight, rows, gated)
+    formula = _formula(x, weight, rows, gated, parts)
     options = choose("packed_gemm", x, formula, parts=int(parts), **shape)
     return options | {"SPLITS": options["SPLITS"] if parts else 1}
 
 
-def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[str, int]:
+def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: bool) -> dict[str, int]:
     """Strips of 64 rows and several loads in flight; splits until they fill the device. Other tiles above 64 tokens."""
     device, (tokens, columns) = facts(x.device), x.shape
-    if tokens > 64 and weight.each == 4 and weight.width % 128 == 0 and x.element_size() == 2 and speaks_ptx(x):
+    quick = weight.each == 4 and weight.width % 128 == 0 and x.element_size() == 2 and speaks_ptx(x)
+    enough = cdiv(rows, 128) * cdiv(tokens, 128) * (4 if parts else 1 + gated) >= device.processors // 2
+    if tokens > 64 and quick and enough:
         return _formula_of_many(tokens, columns, rows, device.processors, gated)
     block_m, block_n, splits = min(max(next_power_of_2(tokens), 16), 64), 64, 1
     wide = weight.width == 0 and weight.bits == 8 and block_m < 64 and x.element_size() == 2
