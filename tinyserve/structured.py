@@ -27,13 +27,14 @@ class Thought:
     """How the thought before an answer is told from it.
 
     Args:
-        begin: the mark that begins one, or "".   ends: the marks that end it.
+        begin: the mark that begins one, or "".   also: others that do.   ends: the marks that end it.
         opened: the prompt ends inside it.
         budget: tokens it may have; then its end is written for the model. None: no limit.
         force: what is written then, if it is not the first of the `ends`.
     """
 
     begin: str = ""
+    also: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     opened: bool = False
     budget: int | None = None

@@ -3,10 +3,12 @@
 import resource
 
 import pytest
+from attrs import evolve
 
 from tests.scripted import END_THINK, EOS, THINK
 from tinyserve.errors import RequestError
 from tinyserve.grammar import compile
+from tinyserve.grammar.thought import Gate, Mode
 from tinyserve.structured import Constraint, StructuredOutputsParams, Thought
 
 from .harness import GRAMMARS, allowed, ids, matcher, takes
@@ -191,6 +193,52 @@ def test_a_thought_is_free_and_the_answer_is_not():
     for token in ids("k>"):
         opened.advance(token)
     assert allowed(opened) == {97}, "an end mark in pieces"
+
+
+HERE = Thought(begin="Here: ", also=("Hear: ",), ends=("So: ",))
+
+
+def test_a_thought_may_begin_with_words():
+    """As Granite's do: until the mark is whole, what came may also be the answer; rollbacks find out once more."""
+    match = matcher(regex="Hello|a", thought=HERE)
+    assert allowed(match) == {*b"Ha"}
+    for token in b"He":
+        match.advance(token)
+    assert allowed(match) == {*b"lr"}, "Hello, or Here:"
+    match.advance(ord("r"))
+    assert allowed(match) == {*b"e"} and match.error is None
+    for token in b"e: free {":
+        match.advance(token)
+    assert len(allowed(match)) > 250
+    for token in b" So: ":
+        match.advance(token)
+    assert allowed(match) == {*b"Ha"}
+    match.rollback(len("re: free { So: "))
+    assert allowed(match) == {*b"lr"}
+    for token in b"llo":
+        match.advance(token)
+    assert allowed(match) == {EOS}
+    match.rollback(4)
+    for token in b"ere: hm So: a":
+        match.advance(token)
+    assert allowed(match) == {EOS} and match.error is None
+
+
+@pytest.mark.parametrize("mark", ["Here: ", "\n Hear: "])
+def test_thoughts_that_begin_with_words_are_counted(mark):
+    """Their budget holds, behind blanks and with the second mark, too; all tokens of the marks are of the thought."""
+    gate = Gate(evolve(HERE, budget=3), ids)
+    for token in ids(mark + "abc"):
+        assert gate.mode is not Mode.FORCING
+        gate.takes(bytes([token]))
+    for token in ids("So: "):
+        assert gate.mode is Mode.FORCING and gate.forced == token
+        gate.takes(bytes([token]))
+    assert gate.mode is Mode.ANSWER and gate.tokens == len(mark) + 3 + 4
+    other = Gate(HERE, ids)
+    for token in ids("Heap"):
+        other.takes(bytes([token]))
+    assert (other.mode, other.tokens) == (Mode.ANSWER, 0)
 
 
 @pytest.mark.parametrize("opened", [True, False])

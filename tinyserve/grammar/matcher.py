@@ -28,7 +28,6 @@ from .thought import Gate, Mode
 
 MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 128-bit integer has 39
 _NUMBER = re.compile(rb"[-+.0-9eE]*$")
-_NUMERIC = frozenset(b"-+.0123456789eE")
 _DIGITS = re.compile(rb"([eE][-+]?)?([0-9]*)$")
 WITH_JSON = ("json", "json_object", "structural_tag")
 USUAL_SECONDS = 0.005  # of one core, that a token may cost
@@ -139,9 +138,11 @@ class Matcher:
         self._match: Any = None
         self._gate: Gate | None = None
         self._number = b""  # at the end of the answer so far
-        self._log: list[tuple[Any, bytes, bool]] = []  # before each token: gate, number; whether the grammar took it
+        self._log: list[
+            tuple[Any, bytes, int, bool]
+        ] = []  # gate and number before a token; whether the grammar took it
+        self._behind = False  # the grammar could not take them all: they can only begin a thought
         self._spare = SPARE_SECONDS
-        self._slow = False  # whether the token before took long, so that this one's own time is looked at
         self.ended = False
         self.error: Exception | None = None
 
@@ -174,28 +175,39 @@ class Matcher:
         gate = self._gate
         before = gate.state if gate else None, self._number
         data = words.bytes[token] if token < len(words.bytes) else b""
-        thought = gate is not None and gate.takes(token, data)
-        to_grammar = self._match is not None and not thought
-        self._log.append((*before, to_grammar))
-        if not to_grammar:
+        undecided = gate is not None and gate.mode is Mode.UNDECIDED
+        thought = gate is not None and gate.takes(data)
+        self._log.append((*before, token, False))
+        if thought and undecided:
+            self._no_answer()
+        elif self._match is not None and not thought:
+            self._take(token, undecided=undecided and gate.mode is Mode.UNDECIDED)
+        self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
+
+    def _no_answer(self) -> None:
+        """What came so far is a thought: the grammar forgets it."""
+        if taken := sum(entry[3] for entry in self._log):
+            self._match.rollback(taken)
+            self._log = [(*entry[:3], False) for entry in self._log]
+        self._behind = False
+
+    def _take(self, token: int, *, undecided: bool) -> None:
+        """Give a token to the grammar."""
+        if undecided and (self._behind or self._match.validate_tokens([token]) != 1):
+            self._behind = True
             return
-        if token in self._stop_ids and token not in words.end_ids:
+        if self._behind:
+            return self._fail()
+        if token in self._stop_ids and token not in self._words.end_ids:
             self.ended = self._match.is_accepting()
-            self._log[-1] = (*before, False)
-        else:
-            self._consume(token)
-        if data and data[-1] not in _NUMERIC:
-            self._number = b""
-        else:
-            self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
+            return
+        self._log[-1] = (*self._log[-1][:3], True)
+        self._consume(token)
 
     def _consume(self, token: int) -> None:
-        begin = time.thread_time() if self._slow else 0.0  # asking costs as much as a usual token
-        start = time.perf_counter()
+        start = time.thread_time()
         taken = self._match.consume_token(token)
-        if self._slow:
-            self.spend(time.thread_time() - begin)
-        self._slow = time.perf_counter() - start > USUAL_SECONDS
+        self.spend(time.thread_time() - start)
         if not taken:
             self._fail()
         else:
@@ -211,9 +223,11 @@ class Matcher:
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens."""
+        if count and self._gate and self._log[-count][0][0] is Mode.UNDECIDED:
+            return self._again([entry[2] for entry in self._log[:-count]])
         taken = 0
         for _ in range(count):
-            gate, self._number, to_grammar = self._log.pop()
+            gate, self._number, _, to_grammar = self._log.pop()
             if self._gate:
                 self._gate.state = gate
             taken += to_grammar
@@ -221,12 +235,22 @@ class Matcher:
             self._match.rollback(taken)
         self.ended, self.error = False, None
 
+    def _again(self, tokens: list[int]) -> None:
+        """Begin again with these tokens: it has to be found out once more whether they are a thought."""
+        if taken := sum(entry[3] for entry in self._log):
+            self._match.rollback(taken)
+        self._gate.state, self._number, *_ = self._log[0]
+        self._log, self._behind = [], False
+        self.ended, self.error = False, None
+        for token in tokens:
+            self.advance(token)
+
     # ---- what may come
 
     def compiled(self) -> Any:
         """The library's matcher, when its mask is needed; None when `finish` makes the mask alone."""
         self._start()
-        if self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING):
+        if self._behind or (self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING)):
             return None
         return self._match
 
@@ -244,9 +268,17 @@ class Matcher:
             self._fail()
             row[:] = -1  # any token: the answer ends with the error
             return
-        self._trim(row)
+        if self._behind:
+            row[:] = 0
+        else:
+            self._trim(row)
         if gate is not None and gate.mode is Mode.UNDECIDED:
-            _allow(row, gate.first)
+            token, rest = gate.opening
+            if 0 <= token < len(self._words.bytes) and rest.startswith(self._words.bytes[token]):
+                _allow(row, token)
+            if not row.any():
+                self._fail()
+                row[:] = -1
 
     def _trim(self, row: np.ndarray) -> None:
         words = self._words

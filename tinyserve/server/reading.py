@@ -210,7 +210,8 @@ class Reading:
         if self._gate is None:
             return
         for token in ids:
-            self.reasoning_tokens += self._gate.takes(token, self._asked.tokenizer.token_bytes(token))
+            self._gate.takes(self._asked.tokenizer.token_bytes(token))
+        self.reasoning_tokens = self._gate.tokens
 
 
 def _settled(events: Iterable[Event]) -> list[Event]:

@@ -86,7 +86,8 @@ class Parsing:
         if marks is None or self._closed(prompt):
             return None
         opened = marks.always or self.opened(prompt)
-        return Thought(begin=marks.begin[0], ends=marks.end, opened=opened, budget=budget)
+        first, *others = marks.begin
+        return Thought(begin=first, also=tuple(others), ends=marks.end, opened=opened, budget=budget)
 
     def machine(
         self,
