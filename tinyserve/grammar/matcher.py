@@ -141,7 +141,6 @@ class Matcher:
         self._log: list[
             tuple[Any, bytes, int, bool]
         ] = []  # gate and number before a token; whether the grammar took it
-        self._behind = False  # the grammar could not take them all: they can only begin a thought
         self._spare = SPARE_SECONDS
         self.ended = False
         self.error: Exception | None = None
@@ -176,12 +175,13 @@ class Matcher:
         before = gate.state if gate else None, self._number
         data = words.bytes[token] if token < len(words.bytes) else b""
         undecided = gate is not None and gate.mode is Mode.UNDECIDED
+        behind = self._behind
         thought = gate is not None and gate.takes(data)
         self._log.append((*before, token, False))
         if thought and undecided:
             self._no_answer()
         elif self._match is not None and not thought:
-            self._take(token, undecided=undecided and gate.mode is Mode.UNDECIDED)
+            self._take(token, undecided=undecided and gate.mode is Mode.UNDECIDED, behind=behind)
         self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
 
     def _no_answer(self) -> None:
@@ -189,14 +189,18 @@ class Matcher:
         if taken := sum(entry[3] for entry in self._log):
             self._match.rollback(taken)
             self._log = [(*entry[:3], False) for entry in self._log]
-        self._behind = False
 
-    def _take(self, token: int, *, undecided: bool) -> None:
-        """Give a token to the grammar."""
-        if undecided and (self._behind or self._match.validate_tokens([token]) != 1):
-            self._behind = True
+    @property
+    def _behind(self) -> bool:
+        """Whether the grammar could not take all that came: it can only begin a thought."""
+        undecided = self._gate is not None and self._gate.mode is Mode.UNDECIDED
+        return undecided and bool(self._log) and not self._log[-1][3]
+
+    def _take(self, token: int, *, undecided: bool, behind: bool) -> None:
+        """Give a token to the grammar, unless it lacks some, or may pass this one by."""
+        if undecided and (behind or self._match.validate_tokens([token]) != 1):
             return
-        if self._behind:
+        if behind:
             return self._fail()
         if token in self._stop_ids and token not in self._words.end_ids:
             self.ended = self._match.is_accepting()
@@ -240,7 +244,7 @@ class Matcher:
         if taken := sum(entry[3] for entry in self._log):
             self._match.rollback(taken)
         self._gate.state, self._number, *_ = self._log[0]
-        self._log, self._behind = [], False
+        self._log = []
         self.ended, self.error = False, None
         for token in tokens:
             self.advance(token)
