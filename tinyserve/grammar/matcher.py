@@ -28,6 +28,7 @@ from .thought import Gate, Mode
 
 MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 128-bit integer has 39
 _NUMBER = re.compile(rb"[-+.0-9eE]*$")
+_NUMERIC = frozenset(b"-+.0123456789eE")
 _DIGITS = re.compile(rb"([eE][-+]?)?([0-9]*)$")
 WITH_JSON = ("json", "json_object", "structural_tag")
 USUAL_SECONDS = 0.005  # of one core, that a token may cost
@@ -138,10 +139,10 @@ class Matcher:
         self._match: Any = None
         self._gate: Gate | None = None
         self._number = b""  # at the end of the answer so far
-        self._log: list[
-            tuple[Any, bytes, int, bool]
-        ] = []  # gate and number before a token; whether the grammar took it
+        # Of each token: gate and number before it, itself, whether the grammar took it.
+        self._log: list[tuple[Any, bytes, int, bool]] = []
         self._spare = SPARE_SECONDS
+        self._slow = False  # whether the token before took long, so that this one's own time is looked at
         self.ended = False
         self.error: Exception | None = None
 
@@ -170,25 +171,33 @@ class Matcher:
 
     def advance(self, token: int) -> None:
         """Note the next token. One that the grammar cannot take sets `error`."""
-        words = self._start()
-        gate = self._gate
-        before = gate.state if gate else None, self._number
+        words = self._words or self._start()
         data = words.bytes[token] if token < len(words.bytes) else b""
-        undecided = gate is not None and gate.mode is Mode.UNDECIDED
-        behind = self._behind
-        thought = gate is not None and gate.takes(data)
-        self._log.append((*before, token, False))
-        if thought and undecided:
-            self._no_answer()
-        elif self._match is not None and not thought:
-            self._take(token, undecided=undecided and gate.mode is Mode.UNDECIDED, behind=behind)
-        self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
+        gate = self._gate
+        self._log.append((gate and gate.state, self._number, token, False))
+        if gate is not None and gate.mode is not Mode.ANSWER:
+            self._gated(token, data, gate)
+        elif self._match is not None:
+            self._take(token)
+        if data and data[-1] not in _NUMERIC:
+            self._number = b""
+        else:
+            self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
 
-    def _no_answer(self) -> None:
-        """What came so far is a thought: the grammar forgets it."""
-        if taken := sum(entry[3] for entry in self._log):
-            self._match.rollback(taken)
-            self._log = [(*entry[:3], False) for entry in self._log]
+    def _gated(self, token: int, data: bytes, gate: Gate) -> None:
+        """A token that may belong to a thought; while that is not known, it goes to the grammar, if it can."""
+        undecided = gate.mode is Mode.UNDECIDED
+        behind = undecided and len(self._log) > 1 and not self._log[-2][3]
+        if gate.takes(data):
+            if undecided and (taken := sum(entry[3] for entry in self._log)):
+                self._match.rollback(taken)
+                self._log = [(*entry[:3], False) for entry in self._log]
+        elif self._match is None:
+            pass
+        elif gate.mode is Mode.ANSWER and behind:
+            self._fail()
+        elif gate.mode is Mode.ANSWER or not (behind or self._match.validate_tokens([token]) != 1):
+            self._take(token)
 
     @property
     def _behind(self) -> bool:
@@ -196,22 +205,18 @@ class Matcher:
         undecided = self._gate is not None and self._gate.mode is Mode.UNDECIDED
         return undecided and bool(self._log) and not self._log[-1][3]
 
-    def _take(self, token: int, *, undecided: bool, behind: bool) -> None:
-        """Give a token to the grammar, unless it lacks some, or may pass this one by."""
-        if undecided and (behind or self._match.validate_tokens([token]) != 1):
-            return
-        if behind:
-            return self._fail()
-        if token in self._stop_ids and token not in self._words.end_ids:
+    def _take(self, token: int) -> None:
+        """Give a token to the grammar."""
+        if self._stop_ids and token in self._stop_ids and token not in self._words.end_ids:
             self.ended = self._match.is_accepting()
             return
         self._log[-1] = (*self._log[-1][:3], True)
-        self._consume(token)
-
-    def _consume(self, token: int) -> None:
-        start = time.thread_time()
+        begin = time.thread_time() if self._slow else 0.0  # asking costs more than a usual token
+        start = time.perf_counter()
         taken = self._match.consume_token(token)
-        self.spend(time.thread_time() - start)
+        if self._slow:
+            self.spend(time.thread_time() - begin)
+        self._slow = time.perf_counter() - start > USUAL_SECONDS
         if not taken:
             self._fail()
         else:
