@@ -201,7 +201,7 @@ def write(path, family, folder, config, *, quantized=False, extra=()):
     for name, tensor in {**tensors, **dict(extra)}.items():
         numbers = converted(name, tensor, family, config).numpy()
         short = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
-        if quantized and tensor.dim() == 2:
+        if quantized and tensor.dim() >= 2:
             writer.add_tensor(short, gguf.quants.quantize(numbers, Q8), raw_dtype=Q8)
         else:
             writer.add_tensor(short, numbers)

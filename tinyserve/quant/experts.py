@@ -202,8 +202,9 @@ class PackedExperts:
         return moe_packed_down(h, layer.packed, order, starts, bias=layer.bias, **options)
 
     def _width(self, layer: Stacked) -> int:
-        """Columns that share a scale; 0 where all of a row do."""
-        return 0 if self.scheme.table is None and self.scheme.width >= layer.inputs else self.scheme.width
+        """Columns that share a scale; 0 where all of a row do, unless numbers are added, which only groups have."""
+        grouped = self.scheme.table is not None or self.scheme.added or self.scheme.width < layer.inputs
+        return self.scheme.width if grouped else 0
 
     def _tile(self, layer: Stacked) -> int:
         """Columns of a tile of codes."""
