@@ -160,6 +160,8 @@ CITIES = [
     ("llama4_pythonic", 'Look: <|python_start|>[f(city="Paris")]<|python_end|>', "Look: "),
     ("olmo3", 'Look: <function_calls>\nf(city="Paris")\n</function_calls>', "Look: "),
     ("gemma3", 'Look: ```tool_code\n[f(city="Paris")]\n```', "Look: "),
+    ("functiongemma", "Look: <start_function_call>call:f{city:<escape>Paris<escape>}<end_function_call>", "Look: "),
+    ("gemma4", 'Look: <|tool_call>call:f{city:<|"|>Paris<|"|>}<tool_call|>', "Look: "),
     ("xlam", '[{"name": "f", "arguments": {"city": 5}}]', ""),
     ("openai", '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>Look: <|end|>'
      '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": 5}', "Look: "),

@@ -112,7 +112,7 @@ class ToolPlan:
         return {"type": "triggered_tags", "triggers": [written.trigger], "tags": tags}
 
     def _tag(self, written: Written, name: str) -> dict[str, Any]:
-        held = self.forced or name in self.strict
+        held = self.forced or name in self.strict or bool(written.quote)
         if written.parameter is None:
             content = {"type": "json_schema", "json_schema": self.schemas[name] if held else {"type": "object"}}
         else:

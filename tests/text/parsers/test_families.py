@@ -228,6 +228,20 @@ def test_a_name_without_end_is_text(form):
     assert not whole.calls and (form.name == "harmony" or whole.text == output)
 
 
+@pytest.mark.parametrize("name", ["functiongemma", "gemma4"])
+def test_gemma_may_write_json_inside(name):
+    """As a grammar makes it: texts and keys in JSON's quotes, with braces, quotes and escapes in them."""
+    form = next(form for form in FORMATS if form.name == name)
+    options = {"a": 'x } "y", \\ {', "b": ["]", "é\n", {"c": ""}]}
+    quote = {"functiongemma": "<escape>", "gemma4": '<|"|>'}[name]
+    output = form.calls([("get_weather", {"city": "Oslo", "options": "HERE", "days": 2})])
+    output = output.replace(f"{quote}HERE{quote}", json.dumps(options))
+    for pieces in ([output], output):
+        assert found(read(form, pieces)) == [("get_weather", {"city": "Oslo", "options": options, "days": 2})]
+    inches = output.replace(json.dumps(options), 'size 5" wide')
+    assert found(read(form, [inches]))[0][1]["options"] == 'size 5" wide'
+
+
 def test_families_are_told_from_templates():
     """Marks that only one family has; a plain template tells none."""
     tell = registry.detect

@@ -21,6 +21,8 @@ from attrs import frozen
 from .calls import Broken, CallWriter, strict_json
 
 _PLAIN = re.compile(r"[^'\"\\]*")
+_DECODER = json.JSONDecoder()
+_ENDED = re.compile(r'(?<!\\)(\\\\)*"$')  # a quote that no backslash takes away
 _NAMES = {"true": True, "false": False, "null": None}
 MAX_DEPTH = 64
 
@@ -166,6 +168,8 @@ class GemmaArguments:
         self._depth = 1
         self._inside = False  # a text
         self._since = 0  # characters since the last quote
+        self._json = False  # a text as JSON has it
+        self._before = "{"  # the last character outside of texts that is no blank
 
     def run(self, text: str, at: int) -> int:
         """Every character counts here."""
@@ -175,6 +179,14 @@ class GemmaArguments:
         """Take one character; True: the arguments are complete. Raises: Broken."""
         self._text += char
         self._since += 1
+        if self._json:
+            self._json = not (char == '"' and _ENDED.search(self._text))
+            return False
+        if char == '"' and not self._inside and self._before in "{[,:":
+            self._json, self._before = True, char
+            return False
+        if not self._inside and not char.isspace():
+            self._before = char
         if self._since >= len(self._quote) and self._text.endswith(self._quote):
             self._inside, self._since = not self._inside, 0
         elif not self._inside and char in "{[":
@@ -202,6 +214,8 @@ def _gemma(text: str, at: int, quote: str) -> tuple[Any, int]:
         if end < 0:
             raise Broken
         return text[start:end], end + len(quote)
+    if (found := _json(text, at)) is not None:
+        return found
     if text.startswith("{", at):
         return _gemma_object(text, at + 1, quote)
     if text.startswith("[", at):
@@ -222,6 +236,18 @@ def _gemma(text: str, at: int, quote: str) -> tuple[Any, int]:
         if not word:
             raise Broken from None
         return word, end
+
+
+def _json(text: str, at: int) -> tuple[Any, int] | None:
+    """The value at `at` and its end, if JSON stands there: what a grammar makes of all but texts."""
+    if not text.startswith(('"', "{", "["), at):
+        return None
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+        strict_json(text[at:end])
+    except (ValueError, RecursionError):
+        return None
+    return (value, end) if text[end : end + 1] in ("", ",", "]", "}") else None
 
 
 def _gemma_object(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:

@@ -50,6 +50,12 @@ def _gemma(begin: str, end: str, quote: str) -> Calls:
     )
 
 
+def _gemma_written(begin: str, end: str, quote: str) -> Written:
+    return Written(
+        before=begin + "call:NAME{", after="}" + end, parameter=("NAME:", ""), joined=",", quote=quote, trigger=begin
+    )
+
+
 _TO = re.compile(r"to=functions\.(?P<name>[\w.\-]+)")
 _OTHER = re.compile(r"analysis"), re.compile(r"")
 
@@ -129,6 +135,7 @@ FAMILIES = (
     Family(
         name="functiongemma",
         tools=("functiongemma",),
+        written=_gemma_written("<start_function_call>", "<end_function_call>", "<escape>"),
         calls=_gemma("<start_function_call>", "<end_function_call>", "<escape>"),
         special=True,
         certain=(("<start_function_call>",),),
@@ -138,6 +145,7 @@ FAMILIES = (
         tools=("gemma4",),
         reasoning=("gemma4",),
         thinking=Thinking(begin=("<|channel>thought",), end=("<channel|>",)),
+        written=_gemma_written("<|tool_call>", "<tool_call|>", '<|"|>'),
         calls=_gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
         special=True,
         certain=(("<|tool_call>", "<tool_call|>"),),
