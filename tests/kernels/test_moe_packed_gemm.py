@@ -168,7 +168,7 @@ def meta_experts(name, experts, rows, columns):
 
 def compile_cases():
     def gate_up():
-        x, order = torch.empty(512, 2048, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.int32)
+        x, order = torch.empty(128, 2048, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.int32)
         weight, starts = meta_experts("fp8-row", 128, 2 * 768, 2048), torch.empty(129, dtype=torch.int32)
         module.moe_packed_gate_up(x, weight, order, starts, top_k=8, kind="silu")
 
