@@ -22,6 +22,7 @@ from tinyserve.kernels.activation import gated_activation
 from tinyserve.kernels.packed import Packed, packed_dense
 from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
 from tinyserve.kernels.packed_gemv import packed_gemv, packed_gemv_reference
+from tinyserve.kernels.packed_strips import packed_strips
 from tinyserve.kernels.round_rows import round_rows
 from tinyserve.kernels.scaled_gemm import scaled_gemm, scaled_gemm_reference
 from tinyserve.quant.grouped import scaled_product
@@ -81,10 +82,16 @@ def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterato
 
     if tokens == 1:
         yield case(
-            "packed_strips" if format == "int4" else "packed_gemv",
+            "packed_gemv",
             lambda w: packed_gemv(x, w, **options),
             lambda: packed_gemv_reference(x, weights[0], **options),
         )
+        if format == "int4":  # not what a model takes for one row
+            yield case(
+                "packed_strips",
+                lambda w: packed_strips(x, w, **options),
+                lambda: packed_gemv_reference(x, weights[0], **options),
+            )
         return
     own = {"gate": gate, "parts": role.residual}
     if format != "int4":

@@ -8,7 +8,7 @@ from tests.kernels.test_packed import LAYOUTS, meta_weight, weight_of
 from tests.kernels.test_packed_gemv import keywords_of
 from tinyserve.kernels.gemv import gemv_reference
 from tinyserve.kernels.packed import tile_of
-from tinyserve.kernels.packed_gemv import packed_gemv
+from tinyserve.kernels.packed_gemm import packed_gemm
 from tinyserve.kernels.packed_strips import packed_strips, packed_strips_reference, strips_fit
 from tinyserve.kernels.skinny_gemm import skinny_gemm_reference
 
@@ -72,7 +72,6 @@ def test_what_fits(device):
 
 
 def compile_cases():
-    """Through packed_gemv, which comes here where a kernel may hold PTX."""
+    """Through packed_gemm, which comes here where a kernel may hold PTX."""
     weight = meta_weight("int4-128-zeros", 2 * 14336, 4096)
-    bias, keywords = keywords_of({"norm", "gate"}, 14336, 4096, dtype=torch.bfloat16, device="meta")
-    yield lambda: packed_gemv(torch.empty(1, 4096, dtype=torch.bfloat16), weight, bias, **keywords)
+    yield lambda: packed_gemm(torch.empty(8, 4096, dtype=torch.bfloat16), weight, gate="silu")
