@@ -239,13 +239,12 @@ def report(model: Decoder, method: Method | None, quantised: list[QuantizedTenso
                 len(dense), method.title, dense[0],
             )  # fmt: skip
     formats = [(layer, getattr(layer, "format", None)) for layer in model.modules()]
-    coded = sum(isinstance(own, Grouped | PackedExperts) for _, own in formats)
-    if coded and device.type == "cpu":
+    layers = [layer for layer, own in formats if isinstance(own, Grouped | PackedExperts)]
+    if layers and device.type == "cpu":
         log.warning(
             "%d products make their quantised matrix dense each time: they save memory, but are slower than plain "
-            "numbers. --dtype auto without --quantization packs them for a CPU's fast products", coded,
+            "numbers. --dtype auto without --quantization packs them for a CPU's fast products", len(layers),
         )  # fmt: skip
-    layers = [layer for layer, own in formats if isinstance(own, Grouped)]
     slow = Counter(why for layer in layers if (why := layer.format.slower(layer)))
     for why, count in slow.items() if device.type != "cpu" else ():
         log.warning("%d quantised products may be slower than plain numbers: %s", count, why)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..kernels.launch import facts, tuned_rows
 from ..kernels.moe_decode import moe_decode_down, moe_decode_gate_up
 from ..kernels.moe_gemm import moe_down, moe_gate_up
 from ..kernels.moe_packed_decode import moe_packed_decode_down, moe_packed_decode_gate_up
@@ -184,6 +185,11 @@ class PackedExperts:
         layer.packed = Packed(*own)
         for name, tensor in (("codes", codes), ("scales", scales), ("zeros", zeros)):
             layer.register_buffer(name, tensor)
+
+    def slower(self, layer: Stacked) -> str:
+        """Why the products may take longer than plain numbers would; "" if there is no reason to think so."""
+        known = tuned_rows(facts(layer.codes.device).name).get("moe_packed_gate_up")
+        return "" if known else "no tiles of quantised experts were measured on this device"
 
     def few_gate_up(self, x: Tensor, layer: Stacked, ids: Tensor, **options: Any) -> Tensor:
         """[T·K, I]; see kernels/moe_packed_decode.py."""
