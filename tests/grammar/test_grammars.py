@@ -1,17 +1,22 @@
 """What each kind of grammar takes and refuses; how compiling is bounded, shared and waited for."""
 
+import os
 import resource
+import traceback
 
 import pytest
 from attrs import evolve
 
-from tests.scripted import END_THINK, EOS, THINK
+from tests.scripted import END_THINK, EOS, THINK, VOCAB
 from tinyserve.errors import RequestError
-from tinyserve.grammar import compile
+from tinyserve.grammar import compile, trial
+from tinyserve.grammar.compile import Grammars
 from tinyserve.grammar.thought import Gate, Mode
+from tinyserve.request import Request, SamplingParams
+from tinyserve.runner.workers import Workers
 from tinyserve.structured import Constraint, StructuredOutputsParams, Thought
 
-from .harness import GRAMMARS, allowed, ids, matcher, takes
+from .harness import GRAMMARS, TOKENIZER, allowed, ids, matcher, takes
 
 NUMBERS = {"type": "array", "items": {"type": "integer"}}
 TAG = {
@@ -133,6 +138,67 @@ def test_the_cache_is_bounded_in_bytes(monkeypatch):
     assert GRAMMARS.compiled(first) is not kept
 
 
+def test_a_child_that_was_killed_while_idle_is_nobodys_fault():
+    """The first grammar after an interrupt from the terminal was "more than 3 seconds or 256 MB", and stayed so."""
+    tried = trial.Trial(VOCAB, {}, (EOS,))
+    try:
+        assert tried.run("start: /a/", 3.0).error == ""
+        before = tried._child
+        assert os.getpgid(before.pid) != os.getpgid(0)  # where such an interrupt does not reach it
+        before.kill()
+        before.wait()
+        assert tried.run("start: /b/", 3.0).error == ""
+        assert tried._child is not before
+    finally:
+        tried.close()
+
+
+def test_a_limit_of_addresses_that_is_there_already_stays(monkeypatch):
+    """Raising it is forbidden, and macOS refuses any: each grammar was "more than 256 MB" then."""
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append((kind, limits)))
+    trial._bound(300)
+    assert asked == [(resource.RLIMIT_AS, (200, 200)), (resource.RLIMIT_CORE, (0, 0))]
+
+    def refuse(kind, limits):
+        if kind == resource.RLIMIT_AS:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    trial._bound(150)
+
+
+def test_what_is_no_grammars_fault_is_tried_again(monkeypatch):
+    """No process could be started: told as that, once; the cache kept it as this grammar's answer for good."""
+    wanted = StructuredOutputsParams(choice=["never seen before"]).constraint()
+    request = Request(id="x", prompt_ids=(1,), sampling=SamplingParams(), eos_ids={EOS}, constraint=wanted)
+    own = Grammars(TOKENIZER, VOCAB, {EOS}, quick=Workers("own-grammar"), slow=Workers("own-slow-grammar"))
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(trial.sys, "executable", "/bin/false")
+            with pytest.raises(trial.NoChild, match="/bin/false"):
+                own.compiled(wanted).result(20)
+        with pytest.raises(trial.NoChild):
+            own.constrain(request)
+        assert own.compiled(wanted).result(20) is not None
+    finally:
+        own.close()
+
+
+def test_an_error_told_again_and_again_keeps_nothing():
+    """The traceback of the one exception grew by a frame, and what that held, with each request."""
+    wanted = StructuredOutputsParams(regex="(").constraint()
+    request = Request(id="x", prompt_ids=(1,), sampling=SamplingParams(), eos_ids={EOS}, constraint=wanted)
+    depths = []
+    for _ in range(4):
+        with pytest.raises(RequestError) as caught:
+            GRAMMARS.compiled(wanted).exception(20)
+            GRAMMARS.constrain(request)
+        depths.append(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert depths == [2, 2, 2, 2]
+
+
 def test_equal_grammars_are_compiled_once():
     one = StructuredOutputsParams(json={"enum": [1]}).constraint()
     other = StructuredOutputsParams(json={"enum": [1]}).constraint()
@@ -252,3 +318,17 @@ def test_a_thought_ends_with_its_budget(opened):
         assert allowed(match) == {END_THINK}
         match.advance(END_THINK)
         assert 97 in allowed(match)
+
+
+def test_another_mark_that_has_begun_is_not_mixed_with_the_usual_one():
+    """Behind "Here'", of another mark, the i of the usual one was offered: an answer that could only fail."""
+    thought = Thought(begin="Here is it:", also=("Here's it:",), ends=("So:",))
+    match = matcher(regex="Here'?s? a", thought=thought)
+    for token in ids("Here"):
+        match.advance(token)
+    assert set(ids(" ")) <= allowed(match)
+    match.advance(*ids("'"))
+    assert allowed(match) == {*ids("s"), *ids(" ")}
+    gate = Gate(thought, ids)
+    gate.takes(b"Here'")
+    assert gate.mode is Mode.UNDECIDED and gate.opening == (-1, b"")

@@ -102,14 +102,20 @@ class Grammars:
             return UNCONSTRAINED
         future = self.compiled(wanted)
         if future.done() and (error := future.exception()) is not None:
-            raise error
+            if not isinstance(error, RequestError):  # no grammar's fault: the next request tries anew
+                self._cache.pop(_key(wanted), None)
+                raise error
+            raise error.with_traceback(None)  # else it would keep the frames of every request that ever got it
         params = request.sampling
         begun = request.prompt_ids[len(request.prompt_ids) - request.answered :]
         return Matcher(future, lambda: self.words, wanted, params.stop_token_ids, params.min_tokens, begun)
 
     def compiled(self, wanted: Wanted) -> Compiled:
-        """The grammar, compiled or on its way; it fails with RequestError. None: only the thought is limited."""
-        key = hashlib.sha256(repr(wanted.key).encode("utf-8", "replace")).digest()
+        """The grammar, compiled or on its way; None: only the thought is limited.
+
+        It fails with RequestError, or with what is no grammar's fault, and is then kept until somebody was told.
+        """
+        key = _key(wanted)
         found = self._cache.get(key)
         if found is not None:
             self._cache.move_to_end(key)
@@ -177,6 +183,10 @@ class Grammars:
                     eos_token=self._end_ids or None,
                 )
             return self._library
+
+
+def _key(wanted: Wanted) -> bytes:
+    return hashlib.sha256(repr(wanted.key).encode("utf-8", "replace")).digest()
 
 
 class _Vocabulary:

@@ -65,8 +65,14 @@ class Gate:
 
     @property
     def opening(self) -> tuple[int, bytes]:
-        """While UNDECIDED: the token with which the usual mark goes on, and the bytes of it that are missing."""
-        rest = self._begins[0][len(self._tail.lstrip()) :]
+        """While UNDECIDED: the token with which the usual mark goes on, and the bytes of it that are missing.
+
+        -1 and nothing where another mark has begun instead.
+        """
+        seen = self._tail.lstrip()
+        if not self._begins[0].startswith(seen):
+            return -1, b""
+        rest = self._begins[0][len(seen) :]
         try:
             return self._encode(rest.decode())[0], rest
         except (UnicodeDecodeError, IndexError):  # in the middle of a character

@@ -5,7 +5,7 @@ number that must be a multiple of 1234567, holds a thread for minutes and takes 
 So each grammar is first compiled in a child with few seconds of its core and little memory, and followed for some
 tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar starts another child.
 
-    parent --length, grammar--> child: compile, follow --length, JSON {error, bytes}--> parent
+    parent <--"!"-- child, once          parent --length, grammar--> child: compile, follow --length, JSON--> parent
 
 The child's vocabulary is the 256 bytes and the special tokens: what a grammar costs hardly depends on the words.
 
@@ -45,11 +45,16 @@ BOUNDS = {
     "max_items_in_row": 12_000,  # 3000 properties, or 1000 branches of anyOf
 }
 _LENGTH = struct.Struct("<Q")
+_READY = b"!"
 _CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tinyserve.grammar.trial import child; child()"
 
 
 class TooMuch(Exception):
     """A grammar took more time or memory than it may."""
+
+
+class NoChild(RuntimeError):
+    """The process could not be started; no grammar is to blame."""
 
 
 @frozen
@@ -74,6 +79,7 @@ class Trial:
     def __init__(self, size: int, special: Mapping[str, int], end_ids: tuple[int, ...]) -> None:
         self._words = json.dumps([size, dict(special), list(end_ids)])
         self._child: subprocess.Popen[bytes] | None = None
+        self._ready = False  # the child has said that it reads
         self._lock = threading.Lock()  # of the child's beginning and end
         self._closed = False
 
@@ -81,20 +87,26 @@ class Trial:
         """Start the child now, if there is none."""
         with self._lock:
             if self._child is None and not self._closed:
+                self._ready = False
                 self._child = subprocess.Popen(
-                    [sys.executable, "-c", _CODE, json.dumps(sys.path), self._words],
+                    [sys.executable, "-c", _CODE, json.dumps([str(folder) for folder in sys.path]), self._words],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     env={},
+                    process_group=0,  # an interrupt from the terminal is not meant for it
                 )
 
     def run(self, grammar: str, seconds: float) -> Verdict:
-        """What comes of a grammar's text. seconds: of one core, at most. Raises: TooMuch."""
+        """What comes of a grammar's text. seconds: of one core, at most. Raises: TooMuch; NoChild."""
+        child = self._child
+        if child is not None and child.poll() is not None:
+            self._end()  # somebody killed it while it had nothing to do: not this grammar's fault
         self.start()
         child, done = self._child, False
         if child is None:
             raise TooMuch("these grammars are closed")
+        self._await(child)
         try:
             data = json.dumps([seconds, grammar]).encode()
             child.stdin.write(_LENGTH.pack(len(data)) + data)
@@ -109,6 +121,17 @@ class Trial:
             if not done:  # dead, stuck, or grown
                 self._end()
         return Verdict(error, size)
+
+    def _await(self, child: subprocess.Popen[bytes]) -> None:
+        """Wait until a new child reads. Raises: NoChild."""
+        if self._ready:
+            return
+        try:
+            _read(child.stdout, len(_READY), time.monotonic() + START_SECONDS)
+        except (OSError, EOFError, ValueError):
+            self._end()
+            raise NoChild(f"the process that tries grammars did not start: {sys.executable} -c ...") from None
+        self._ready = True
 
     def close(self) -> None:
         """End the child, whatever it does."""
@@ -172,8 +195,9 @@ def child() -> None:
     tokens = LLTokenizer(TokenizerWrapper(_Bytes(size, special, end_ids)), eos_token=end_ids or None)
     _follow(tokens, "start: /[a-z]+/")  # what the library makes once
     usual = _memory()
-    resource.setrlimit(resource.RLIMIT_AS, (_memory(0) + MEMORY_BYTES, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _bound(_memory(0) + MEMORY_BYTES)
+    sink.write(_READY)
+    sink.flush()
     while head := source.read(_LENGTH.size):
         seconds, grammar = json.loads(source.read(*_LENGTH.unpack(head)))
         before = _memory()
@@ -186,6 +210,18 @@ def child() -> None:
         data = json.dumps([error, max(0, grown), _memory() - usual < MEMORY_BYTES // 4]).encode()
         sink.write(_LENGTH.pack(len(data)) + data)
         sink.flush()
+
+
+def _bound(size: int) -> None:
+    """Take no more than `size` bytes of addresses, and leave no core file.
+
+    A limit that the system or its administrator set lower stays; a system that bounds no addresses (macOS) refuses.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    size = size if most == resource.RLIM_INFINITY else min(size, most)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (size, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _follow(tokens: LLTokenizer, grammar: str) -> LLMatcher:
