@@ -1,6 +1,8 @@
 """Adapters through the whole engine, against transformers with the same adapter merged into its weights."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -13,12 +15,13 @@ from tinyserve.checkpoint.source import resolve
 from tinyserve.config import build
 from tinyserve.device import Device
 from tinyserve.engine.engine import Engine
+from tinyserve.engine.llm import _adapters
 from tinyserve.engine.parts import Parts
 from tinyserve.lora.adapters import LoadedAdapters
 from tinyserve.lora.batch import Adapted, Worn
 from tinyserve.lora.names import places, read_adapter
 from tinyserve.models.registry import family, load_model
-from tinyserve.request import SamplingParams
+from tinyserve.request import LoRARequest, SamplingParams
 from tinyserve.text.tokenizer import Tokenizer
 
 COUNT = 64
@@ -221,3 +224,39 @@ def test_an_idle_engine_with_adapters_answers_like_one_without(made, right):
             await engine.close()
 
     assert asyncio.run(main(False))[0] == asyncio.run(main(True))[0] == right("llama", 0, prompt)
+
+
+def test_memory_comes_back(made):
+    """After close, no layer of the model is alive; what reads adapters for them kept all of them."""
+    base, first, _ = made("llama")
+
+    async def main():
+        model = open_model(base)
+        layer = weakref.ref(model.layers[0].attn.qkv)
+        engine = await start(model, num_gpu_blocks_override=80)
+        del model
+        await answer(engine, oracles.prompt(5), await engine.adapters.load("mine", str(first)), count=2)
+        await engine.close()
+        gc.collect()
+        return layer()
+
+    assert asyncio.run(main()) is None
+
+
+def test_what_many_ask_for_is_read_once(made):
+    """8 callers at once got "is loaded already", all but the first; 8 prompts with load_inplace made 8 adapters."""
+    base, first, _ = made("llama")
+    plain, anew = (LoRARequest("mine", 1, str(first), load_inplace=inplace) for inplace in (False, True))
+
+    async def main():
+        engine = await start(open_model(base), num_gpu_blocks_override=80)
+        try:
+            at_once = await asyncio.gather(*(engine.adapters.of(plain) for _ in range(8)))
+            again = await _adapters(engine, [anew, None, anew, plain, *[anew] * 5])
+            return at_once, again
+        finally:
+            await engine.close()
+
+    at_once, again = asyncio.run(main())
+    assert len(set(at_once)) == 1
+    assert again[1] is None and {one.number for one in again if one} == {2}

@@ -9,6 +9,7 @@ Before: lora/names.py, lora/adapters.py.  After: assemble.py makes the desk; eng
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -75,6 +76,7 @@ class Desk(NoDesk):
         self._read = read
         self._served = served
         self._usage = Usage(known.num_places)
+        self._turn = asyncio.Lock()  # of who asks for an adapter that may have to be read
 
     @property
     def loaded(self) -> Sequence[Adapter]:
@@ -118,10 +120,11 @@ class Desk(NoDesk):
         """The adapter of a LoRARequest: the one that was loaded for an equal one, else loaded now."""
         if asked is None:
             return None
-        found = self.find(asked.lora_name)
-        if found is not None and not asked.load_inplace and found.path == asked.lora_path:
-            return found
-        return await self.load(asked.lora_name, asked.lora_path, replace=asked.load_inplace)
+        async with self._turn:  # of several that ask for the same one at once, the first reads it
+            found = self.find(asked.lora_name)
+            if found is not None and not asked.load_inplace and found.path == asked.lora_path:
+                return found
+            return await self.load(asked.lora_name, asked.lora_path, replace=asked.load_inplace)
 
     def publish(self, metrics: Any, prefix: str) -> None:
         """Add the metric of adapters to those of the engine (telemetry.Metrics)."""

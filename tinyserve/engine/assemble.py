@@ -68,6 +68,7 @@ class Machine:
             if threads is not None:
                 threads.close()
         self.scheduler = self.cache = self.grammars = self.masks = None
+        self.adapters = NoDesk()  # which reads for the layers that it knows
         if runner is not None:
             runner.close()
         gc.collect()

@@ -316,12 +316,20 @@ async def _adapter(engine: Engine, asked: LoRARequest | None) -> Any:
     return await engine.adapters.of(asked)
 
 
+async def _adapters(engine: Engine, asked: Sequence[LoRARequest | None]) -> list[Any]:
+    """The adapter of each; what is asked for several times is looked up, or read in place, once."""
+    found: list[tuple[LoRARequest | None, Any]] = []
+    for one in asked:
+        if all(one != other for other, _ in found):
+            found.append((one, await _adapter(engine, one)))
+    return [next(adapter for other, adapter in found if one == other) for one in asked]
+
+
 async def _answer_all(
     engine: Engine, calls: Sequence[Call], asked: Sequence[LoRARequest | None], use_tqdm: Any
 ) -> list[RequestOutput]:
     """Check every call, then run them all."""
-    adapters = [await _adapter(engine, one) for one in asked]
-    calls = [evolve(call, adapter=adapter) for call, adapter in zip(calls, adapters, strict=True)]
+    calls = [evolve(call, adapter=one) for call, one in zip(calls, await _adapters(engine, asked), strict=True)]
     prepared = [await engine.intake.prepare(call) for call in calls]
     progress = _Progress(use_tqdm, len(calls))
 
