@@ -55,6 +55,22 @@ def test_without_adapters_every_one_is_unknown():
     assert NoAdapters().identity(None) == "" and NoAdapters().place(None, ()) == 0
 
 
+def test_a_long_queue_for_adapters_without_a_place_is_looked_at_once_for_each():
+    """300 requests wait for two adapters that have no place: 2 looks at what runs in a step; it was one for each."""
+    known, *three_ = three(1)
+    looks = []
+    fits = known.fits
+    known.fits = lambda adapter, active: looks.append(adapter) or fits(adapter, active)
+    lab = Lab(adapters=known, blocks=200)
+    for number in range(301):
+        plain = request(f"r{number}", prompt=(number, 1), max_tokens=6)
+        lab.add(evolve(plain, adapter=three_[0 if not number else 1 + number % 2]))
+    lab.step()
+    looks.clear()
+    lab.step()
+    assert len(looks) == 2 and lab.scheduler.num_running == 1
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("depth", "blocks"), [(1, 60), (2, 9)])
 def test_in_any_schedule_each_row_computes_with_its_own_adapter(seed, depth, blocks):

@@ -113,8 +113,7 @@ class Scheduler:
     def listing(self, most: int) -> list[SequenceFacts]:
         """The first `most` sequences that run or wait, in their order."""
         self._tenants.break_up()
-        found = islice(chain(self._tenants.running, self._waiting), most)
-        return [seq.facts() for seq in found]
+        return [seq.facts() for seq in islice(chain(self._tenants.running, self._waiting), most)]
 
     def progress(self, request_id: str) -> tuple[int, int, int] | None:
         """Prompt tokens of a request: computed or found, found in the cache, all of them; None when it has ended."""
@@ -139,8 +138,7 @@ class Scheduler:
         kv = self._cache.sequence(request, self._adapters.identity(request.adapter))
         constraint = self._constrain(request)
         refuse_overload(self._waiting, self._options, self.num_running, length)
-        seq = Sequence(request, kv, constraint, self._limit)
-        self._sequences[request.id] = seq
+        seq = self._sequences[request.id] = Sequence(request, kv, constraint, self._limit)
         self._waiting.push(seq)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
@@ -173,9 +171,8 @@ class Scheduler:
             masks.begin()
         convoy = self._tenants.set_off(step.sequences) if step.plain and isinstance(self._drafter, NoDrafts) else None
         slices = tuple(step.slices) if convoy is None else convoy.slices()
-        parts = {"opened": tuple(step.opened), "edits": tuple(step.edits), "masks": masks}
-        parts["moves"] = self._adapters.moves()
-        return self._takes_off(step.sequences, slices, convoy=convoy, **parts)
+        parts = {"opened": tuple(step.opened), "edits": tuple(step.edits), "moves": self._adapters.moves()}
+        return self._takes_off(step.sequences, slices, convoy=convoy, masks=masks, **parts)
 
     def _nobody_enters(self) -> bool:
         """Whether no waiting request can be admitted now."""
@@ -277,12 +274,15 @@ class Scheduler:
         beginning is being computed for another (n answers to one prompt compute it once).
         """
         waiting, tenants, options = self._waiting, self._tenants, self._options
-        index = 0
+        index, unfit = 0, set()  # adapters without a place; who is let in meanwhile makes no room for them
         while index < len(waiting) and step.left > 0:
             seq = waiting[index]
             if len(tenants.running) >= options.max_num_seqs or not tenants.rows.num_free or seq.slot is not None:
                 return
-            if not seq.constraint.ready or not self._adapters.fits(seq.request.adapter, self._active()):
+            adapter = seq.request.adapter
+            if adapter not in unfit and not self._adapters.fits(adapter, self._active()):
+                unfit.add(adapter)
+            if adapter in unfit or not seq.constraint.ready:
                 index += 1
                 continue
             admission = self._admit(seq, step)
