@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -240,6 +241,16 @@ def test_gemma_may_write_json_inside(name):
         assert found(read(form, pieces)) == [("get_weather", {"city": "Oslo", "options": options, "days": 2})]
     inches = output.replace(json.dumps(options), 'size 5" wide')
     assert found(read(form, [inches]))[0][1]["options"] == 'size 5" wide'
+
+
+def test_many_quotes_in_json_inside_take_no_longer_than_letters():
+    """20,000 escaped quotes took 12 s of the loop: each one looked at all of the text before it."""
+    form = next(form for form in FORMATS if form.name == "gemma4")
+    output = form.calls([("get_weather", {"city": "HERE"})])
+    output = output.replace('<|"|>HERE<|"|>', json.dumps('"' * 20_000))
+    begin = time.process_time()
+    assert found(read(form, [output])) == [("get_weather", {"city": '"' * 20_000})]
+    assert time.process_time() - begin < 2
 
 
 def test_families_are_told_from_templates():

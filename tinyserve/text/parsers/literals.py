@@ -22,7 +22,6 @@ from .calls import Broken, CallWriter, strict_json
 
 _PLAIN = re.compile(r"[^'\"\\]*")
 _DECODER = json.JSONDecoder()
-_ENDED = re.compile(r'(?<!\\)(\\\\)*"$')  # a quote that no backslash takes away
 _NAMES = {"true": True, "false": False, "null": None}
 MAX_DEPTH = 64
 
@@ -169,6 +168,7 @@ class GemmaArguments:
         self._inside = False  # a text
         self._since = 0  # characters since the last quote
         self._json = False  # a text as JSON has it
+        self._escaped = False  # its next character stands behind a backslash
         self._before = "{"  # the last character outside of texts that is no blank
 
     def run(self, text: str, at: int) -> int:
@@ -180,7 +180,8 @@ class GemmaArguments:
         self._text += char
         self._since += 1
         if self._json:
-            self._json = not (char == '"' and _ENDED.search(self._text))
+            self._json = self._escaped or char != '"'
+            self._escaped = char == "\\" and not self._escaped
             return False
         if char == '"' and not self._inside and self._before in "{[,:":
             self._json, self._before = True, char
