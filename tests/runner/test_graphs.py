@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.scripted import VOCAB, ScriptModel
 from tinyserve.device import Device, Memory
+from tinyserve.grammar.mask import Masks
 from tinyserve.kernels.launch import once
 from tinyserve.runner import runner as runner_module
 from tinyserve.runner.batch import Shape
@@ -174,6 +176,36 @@ def test_large_steps_launched_aside_change_nothing(make):
 
     assert found == outputs(plain)
     assert len(threads) == 2 and threading.get_ident() in threads
+
+
+def test_nobody_waits_for_masks_where_steps_are_launched(make):
+    """A step behind another, and one alone: both calls return while masks are computed, and their tokens obey them."""
+    runner = make(Recorded(Recorder(), WANTED))
+    runner._hands = Hands()
+    runner._is_quick = lambda step: True
+    warm_up(runner)
+    runner.launch_aside()
+    bits = [Future(), Future()]
+    behind, alone = (Masks([(0, None)], lambda _, future=future: future) for future in bits)
+    opened = (SlotOpening(0, 3, (1, 2, 3), RowParams(temperature=0.0)),)
+    runner.launch(StepInput(step_id=0, opened=opened, slices=(SeqSlice(0, 0, 3),))).landing.result(10)
+
+    first = runner.launch(StepInput(step_id=1, slices=(SeqSlice(0, 3, 1),), masks=behind)).landing
+    behind.begin()
+    bits[0].set_result(only(9))
+    assert first.result(10).slices[0].tokens == (9,)
+    alone.begin()
+    second = runner.launch(StepInput(step_id=2, slices=(SeqSlice(0, 4, 1),), masks=alone)).landing
+    assert not second.done()
+    bits[1].set_result(only(4))
+    assert second.result(10).slices[0].tokens == (4,)
+
+
+def only(token):
+    """The mask of one row that leaves one token."""
+    row = np.zeros((1, -(-VOCAB // 32)), dtype=np.int32)
+    row[0, token // 32] = 1 << token % 32
+    return row
 
 
 def decodes(rows, starts, steps, **more):

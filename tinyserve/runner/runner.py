@@ -158,7 +158,8 @@ class Runner:
             raise EngineDead("The runner is closed.")
         if step.masks is not None and not step.masks.begun:
             return self._launch_early(step)
-        launched = self._hands.do(self._repeats(step) or self._is_quick(step), self._enqueue, step)
+        quick = step.masks is None and (self._repeats(step) or self._is_quick(step))
+        launched = self._hands.do(quick, self._enqueue, step)
         return Flight(step.step_id, self._worker.submit(self._land, launched))
 
     def _launch_early(self, step: StepInput) -> Flight:
@@ -167,11 +168,10 @@ class Runner:
         Nothing else is launched in between: the scheduler plans nothing behind such a step.
         """
         landing: Future[StepOutput] = Future()
-        quick = self._is_quick(step)
-        begun = self._hands.do(quick, self._on_device, self._begin, step)
+        begun = self._hands.do(self._is_quick(step), self._on_device, self._begin, step)
 
-        def choose() -> None:
-            job = self._worker.submit(self._land, self._hands.do(quick, self._on_device, self._finish, begun))
+        def choose() -> None:  # waits for the masks, so it is not quick
+            job = self._worker.submit(self._land, self._hands.do(False, self._on_device, self._finish, begun))
             job.add_done_callback(lambda done: pass_on(done, landing))
 
         step.masks.when_begun(choose)
