@@ -19,6 +19,7 @@ from tinyserve.structured import Constraint, StructuredOutputsParams, Thought
 from .harness import GRAMMARS, TOKENIZER, allowed, ids, matcher, takes
 
 NUMBERS = {"type": "array", "items": {"type": "integer"}}
+NAMED = '{"type": "object", "properties": {"dependencies": {"type": "integer"}}}'  # like a keyword
 TAG = {
     "structures": [
         {"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"},
@@ -31,6 +32,8 @@ CASES = [
     ({"choice": ["yes", "no", 'a "b"\n']}, ["yes", "no", 'a "b"\n'], ["", "ye", "yesno"]),
     ({"grammar": 'start: "x" digits\ndigits: /[0-9]+/'}, ["x1", "x23"], ["x", "1", "x1y"]),
     ({"grammar": 'root ::= "a" tail*\ntail ::= "b" | [0-9]'}, ["a", "ab1"], ["", "b", "ac"]),
+    ({"grammar": f"start: %json {NAMED}"}, ['{"dependencies": 1}'], ['{"dependencies": "1"}']),
+    ({"grammar": 'start: "%json {" "lenient"'}, ["%json {lenient"], ["%json {"]),
     ({"json_object": True}, ["{}", '{"a": [1, null]}'], ["[]", "1", ""]),
     ({"json": {**NUMBERS, "maxItems": 2}}, ["[]", "[1, 2]"], ["[1,2,3]", "[1.5]"]),
     ({"json": '{"const": "é"}'}, ['"é"'], ['"e"']),
@@ -74,6 +77,8 @@ def test_blanks_and_digits_are_bounded():
         {"regex": "(?=x)"}, {"json": {"type": "object", "uniqueItems": True}}, {"json": "{"}, {"grammar": "start: a"},
         {"json": {"enum": []}}, {"json": {"type": 5}}, {"structural_tag": {"format": {"type": "nope"}}},
         {"regex": "a" * 300000}, {"grammar": 'start: %json {"type": "array", "unevaluatedItems": false}'},
+        {"grammar": 'start: %json {"items": {"dependen\\u0063ies": {}}}'}, {"grammar": "start: %json {'a': 1}"},
+        {"grammar": 'start: %json {"x-guidance": {"lenient": true}, "uniqueItems": true}'},
         {"structural_tag": {"structures": [{"begin": "<f>"}], "triggers": ["<g"]}}, {"structural_tag": "{"},
     ],
 )  # fmt: skip

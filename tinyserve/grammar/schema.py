@@ -25,7 +25,8 @@ BLANKS = r"(\x20|\r?\n[\x20\t]{0,16})?"  # one space, or one line break and its 
 FREE_TEXT = r"/(.|\n)*/"
 # Keywords that change which values are valid, and that the library passes over without a word.
 NOT_ENFORCED = ("$dynamicRef", "$recursiveRef", "dependencies", "minContains", "maxContains", "unevaluatedItems")
-_PASSED_OVER = re.compile(rf'"({"|".join(map(re.escape, (*NOT_ENFORCED, "lenient")))})"\s*:')
+_IN_GRAMMARS = (*NOT_ENFORCED, "lenient")  # which would let the library pass over more of them
+_INSIDE = re.compile(r"%json\s*(?=\{)")
 _ANNOTATIONS = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
 _WITH_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -70,10 +71,8 @@ def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
         raise _Wrong(f"a JSON schema must be an object, got {shown(schema)}")
     schema = json.loads(json.dumps(schema))  # a copy of our own, and certainly JSON
     schema.pop("x-guidance", None)
+    _refuse(schema, NOT_ENFORCED)
     for part in _schemas(schema):
-        for name in NOT_ENFORCED:
-            if name in part:
-                raise _Wrong(f"the keyword {name!r} is not enforced by this server; leave it out")
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]  # which says nothing
         if constraint.closed and "properties" in part:
@@ -119,10 +118,20 @@ def _choice(constraint: Constraint, _: Any) -> str:
 
 
 def _grammar(constraint: Constraint, _: Any) -> str:
-    found = _PASSED_OVER.search(constraint.value) if "%json" in constraint.value else None
-    if found:
-        raise _Wrong(f"the keyword {found.group(1)!r} is not enforced by this server; leave it out")
+    for found in _INSIDE.finditer(constraint.value):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(constraint.value, found.end())
+        except ValueError:
+            continue  # in a text or a comment, or the library refuses it
+        _refuse(schema, _IN_GRAMMARS)
     return any_to_lark(constraint.value)
+
+
+def _refuse(schema: dict[str, Any], names: Sequence[str]) -> None:
+    for part in _schemas(schema):
+        for name in names:
+            if name in part:
+                raise _Wrong(f"the keyword {name!r} is not enforced by this server; leave it out")
 
 
 # ---- structural tags: free text in which marks are followed by constrained parts
