@@ -15,7 +15,7 @@ from tinyserve.kernels.launch import once
 from tinyserve.runner import runner as runner_module
 from tinyserve.runner.batch import Shape
 from tinyserve.runner.graphs import CROWD_PROMPTS, MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
-from tinyserve.runner.hands import Hands
+from tinyserve.runner.hands import Hands, by_graph
 from tinyserve.runner.runner import Limits, Runner
 from tinyserve.runner.warmup import check_rings, graph_bytes, warm_up
 from tinyserve.sampling.sampler import Sampler
@@ -160,7 +160,7 @@ def test_large_steps_launched_aside_change_nothing(make):
     plain, aside = make(), make(Recorded(Recorder(), WANTED))
     warm_up(plain)
     aside._hands = Hands()
-    aside._is_quick = lambda step: not step.slices or aside.graphs.holds(Shape.of(step.slices, adapted=False))
+    aside._is_quick = lambda step: by_graph(step, aside.graphs, aside.rows, aside.sampler)
     aside.launch_aside()
     warm_up(aside)
     threads = set()
@@ -206,6 +206,25 @@ def only(token):
     row = np.zeros((1, -(-VOCAB // 32)), dtype=np.int32)
     row[0, token // 32] = 1 << token % 32
     return row
+
+
+def test_what_is_launched_at_once_is_a_graphs(make):
+    """Prompts beside a row with penalties or log-probabilities have no graph: the loop launched 3 such steps."""
+    runner = make(Recorded(Recorder(), WANTED))
+    warm_up(runner)
+    while runner.improve():
+        pass
+
+    def replays():
+        return sum(graph.replays for graph, _ in runner.graphs._graphs.values())
+
+    found = []
+    for step in traffic():
+        told, before = by_graph(step, runner.graphs, runner.rows, runner.sampler), replays()
+        runner.launch(step).landing.result(10)
+        found.append((told, replays() > before))
+    assert (True, False) not in found
+    assert found.count((True, True)) >= 8 and found.count((False, True)) <= 1
 
 
 def decodes(rows, starts, steps, **more):

@@ -9,7 +9,7 @@ step has run: 0.3 s, in which the event loop would serve nobody.
 
 Work is done in the order of the calls, whoever does it.
 
-Before: workers.py.  After: runner.py.
+Before: workers.py, graphs.py, slots.py.  After: runner.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from ..sampling.sampler import Sampler
+from ..step import Decodes, StepInput
+from .batch import Shape
+from .graphs import Graphs
+from .slots import Rows
 from .workers import Workers
 
 
@@ -55,3 +60,22 @@ class Hands:
 def done(given: Any) -> Any:
     """What `do` gave, as soon as it is there. Raises: what the work raised."""
     return given.result() if isinstance(given, Future) else given
+
+
+def by_graph(step: StepInput, graphs: Graphs, rows: Rows, sampler: Sampler) -> bool:
+    """Whether the forward of a step is a graph's, or it has none; asked before its rows are booked.
+
+    Prompts beside which something is edited or reported run in their own shape, kernel by kernel (Runner._forward).
+    Of a row that is closed and opened by this step the worse of both counts.
+    """
+    slices, opened = step.slices, [opening.params for opening in step.opened]
+    if not slices:
+        return True
+    slots = slices.slots if isinstance(slices, Decodes) else [piece.slot for piece in slices]
+    worn = not rows.adapted.isdisjoint(slots) or any(params.adapter for params in opened)
+    shape = Shape.of(slices, adapted=worn)
+    if shape.is_decode or not graphs.holds(shape):
+        return graphs.holds(shape)
+    asked = not (rows.scored.isdisjoint(slots) and rows.pooled.isdisjoint(slots))
+    asked = asked or any(params.pooled or params.scores_from() is not None for params in opened)
+    return not (asked or step.masks is not None or sampler.special(slots, opened))

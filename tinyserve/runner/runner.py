@@ -36,7 +36,7 @@ from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenL
 from .batch import Batch, BatchBuilder, Shape, Views
 from .flight import Flight, pass_on
 from .graphs import Computed, Eager, Graphs
-from .hands import Hands, done
+from .hands import Hands, by_graph, done
 from .pooled import pooled, wanted
 from .scored import score_all, scored
 from .slots import Differences, Rows
@@ -179,7 +179,7 @@ class Runner:
 
     def _is_quick(self, step: StepInput) -> bool:
         """Whether a step is launched in less than a millisecond: on a GPU, by a graph, or without any tokens."""
-        return not self.device.is_cpu and (not step.slices or self.graphs.holds(Shape.of(step.slices, adapted=False)))
+        return not self.device.is_cpu and by_graph(step, self.graphs, self.rows, self.sampler)
 
     def launch_aside(self) -> None:
         """From now on a thread of its own launches on a GPU what takes long, and records graphs."""

@@ -151,10 +151,10 @@ class Sampler:
         self.close(slot)
         self._table.write(slot, prompt_len, params)
         self._params[slot] = params
-        wanted = [transform for transform in self._transforms if transform.wants(params)]
-        for transform in wanted:
-            transform.open(slot, params)
-        if wanted or params.logprobs is not None:
+        for transform in self._transforms:
+            if transform.wants(params):
+                transform.open(slot, params)
+        if self._is_special(params):
             self._special.add(slot)
         if params.temperature > 0 and self._filters(params):
             self._filtered.add(slot)
@@ -176,6 +176,13 @@ class Sampler:
     def flush(self) -> None:
         """Bring what `open` staged to the device."""
         self._table.flush()
+
+    def special(self, slots: Sequence[int], opened: Sequence[RowParams] = ()) -> bool:
+        """Whether a row of `slots`, or one that will be `opened`, asks for `more`; may be called by any thread."""
+        return not self._special.isdisjoint(slots) or any(map(self._is_special, opened))
+
+    def _is_special(self, params: RowParams) -> bool:
+        return params.logprobs is not None or any(transform.wants(params) for transform in self._transforms)
 
     def asks(self, slots: Sequence[int]) -> Asks:
         """What the open rows `slots` ask for: without `more`, `choose` is all of the sampling."""
