@@ -204,7 +204,8 @@ class EngineConfig:
             ((s.max_num_batched_tokens or 2**63) < (s.max_num_seqs or 0),
              f"--max-num-batched-tokens ({s.max_num_batched_tokens}) must be at least "
              f"--max-num-seqs ({s.max_num_seqs}): each running sequence computes a token a step."),
-            (bool(self.lora.lora_modules) and not self.lora.enable_lora, "--lora-modules needs --enable-lora."),
+            (not self.lora.enable_lora and self.lora != LoraOptions(),
+             "--lora-modules, --max-loras and --max-lora-rank need --enable-lora."),
             (self.lora.enable_lora and self.runner.batch_invariant,
              "--enable-lora is not built for --batch-invariant yet: leave one of them out."),
             (bool(server.ssl_keyfile) != bool(server.ssl_certfile),
@@ -321,20 +322,9 @@ def environment_values() -> tuple[dict[str, str], list[str]]:
     return values, unknown
 
 
-def hub_token() -> str | None:
-    """The user's access token for the model hub."""
-    return os.environ.get("HF_TOKEN") or None
-
-
 def hub_offline() -> bool:
     """Whether the user forbade downloads."""
     return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on")
-
-
-def cache_directory() -> Path:
-    """Folder for what tinyserve itself downloads or makes: $XDG_CACHE_HOME/tinyserve."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tinyserve"
 
 
 def prepare_cpu_environment(cpu_threads: int | None = None) -> None:

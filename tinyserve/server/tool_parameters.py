@@ -94,7 +94,8 @@ def _joined(elements: Sequence[tuple[Any, bool]], separator: str, name: str) -> 
             break
     if len(firsts) > MAX_FIRST:
         raise RequestError(
-            f"tools: {name} has more than {MAX_FIRST} optional parameters before one that is required.", param="tools"
+            f"tools: {name} has more than {MAX_FIRST} optional parameters before a required one; list those first.",
+            param="tools",
         )
     found = {"type": "or", "elements": firsts}
     return found if any(needed for _, needed in elements) else _optional(found)
