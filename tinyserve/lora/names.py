@@ -37,7 +37,6 @@ from ..layers.linear import Linear
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_BYTES = 1 << 20
-LARGEST_RANK = 512
 # Keys that say how it was trained, or that are read here. Any other one, if it is set, changes what modules compute.
 HARMLESS = {
     *("r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "init_lora_weights", "peft_type"),

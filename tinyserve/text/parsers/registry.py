@@ -148,16 +148,6 @@ class Parsing:
         return bool(ends) and prompt.rstrip().endswith(ends)
 
 
-def tool_names() -> list[str]:
-    """Every name that --tool-call-parser takes."""
-    return sorted(name for family in FAMILIES for name in family.tools)
-
-
-def reasoning_names() -> list[str]:
-    """Every name that --reasoning-parser takes."""
-    return sorted(name for family in FAMILIES for name in family.reasoning)
-
-
 def choose(
     template: str | None,
     *,
