@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import oracles
 from tests.kernels.harness import interpreting
@@ -21,6 +22,9 @@ from tinyserve.lora.adapters import LoadedAdapters
 from tinyserve.lora.batch import Adapted, Worn
 from tinyserve.lora.names import places, read_adapter
 from tinyserve.models.registry import family, load_model
+from tinyserve.quant.cpu import cpu_formats
+from tinyserve.quant.detect import online
+from tinyserve.quant.plain import Plain
 from tinyserve.request import LoRARequest, SamplingParams
 from tinyserve.text.tokenizer import Tokenizer
 
@@ -126,6 +130,29 @@ def test_the_kernels_add_the_same(made):
 
     for row, folder in zip(rows, (adapters[0], None), strict=True):
         torch.testing.assert_close(torch.cat(found[row]), logits(merged(base, folder), tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["as the CPU packs", "int8"])
+def test_weights_may_be_quantised(made, tmp_path, kind):
+    """Within 20 % of merged weights in full numbers, as the base is; without the adapter it is more than half."""
+    base, adapter, _ = made("llama")
+    for path in base.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: one.bfloat16() for name, one in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    formats = online(kind) or cpu_formats()
+    model, tokens = load_model(resolve(str(tmp_path)), dtype="float32", format_for=formats), oracles.prompt(6)
+    adapted, paged, worn = dressed(model, [adapter]), Paged(model), torch.tensor([1, 0], dtype=torch.int32)
+    assert kind != "int8" or not any(isinstance(place.layer.format.below, Plain) for place in adapted.layers)
+    rows = [paged.add(tokens) for _ in range(2)]
+    adapted.wear(True, worn, torch.arange(2).repeat_interleave(6))
+    found = paged.step(dict.fromkeys(rows, 6))
+
+    def apart(row, folder):
+        expected = logits(merged(base, folder), tokens)
+        return (found[row] - expected).norm() / expected.norm()
+
+    assert apart(rows[0], adapter) < 0.2 and apart(rows[1], None) < 0.2 and apart(rows[1], adapter) > 0.5
 
 
 def start(model, **options):
