@@ -4,11 +4,12 @@ import asyncio
 import json
 import math
 import re
+import weakref
 
 import pytest
 import torch
 
-from tests.scripted import END_THINK, THINK, VOCAB, ScriptModel, byte_tokenizer
+from tests.scripted import END_THINK, THINK, VOCAB, FlatModel, ScriptModel, byte_tokenizer
 
 from .harness import CHAT, HI, TEXT, eventually, serving
 
@@ -201,3 +202,17 @@ async def test_a_form_holds_behind_the_thought(tok):
     async with serving(ScriptModel(script), tok) as server:
         error = await server.refused(CHAT, {**HI, "thinking_token_budget": 4})
         assert error["param"] == "thinking_token_budget"
+
+
+async def test_a_grammar_that_nobody_keeps_is_gone_at_once(tok):
+    """Also without Python's collector, which comes by seldom: a request's own bookkeeping does not hold it."""
+    async with serving(FlatModel(), tok) as server:
+        for number in range(2):
+            await server.ask(TEXT, {"prompt": "q", "max_tokens": 2, "structured_outputs": {"json": {"const": number}}})
+        await server.ask(TEXT, {"prompt": "another step", "max_tokens": 2})
+        await server.settled()
+        kept = server.engine.machine.grammars._cache
+        grammars = [weakref.ref(kept.popitem()[1]) for _ in range(len(kept))]
+        await asyncio.sleep(0)
+
+        assert len(grammars) == 2 and all(grammar() is None for grammar in grammars)

@@ -111,12 +111,14 @@ class Admission:
         loop = asyncio.get_running_loop()
 
         def settle() -> None:
+            nonlocal compiled, stream
             timer.cancel()
             error = None if compiled.cancelled() else compiled.exception()
             if error is None:
                 self._wake()
             else:
                 fail(error)
+            compiled = stream = None  # a future keeps its callbacks, and would be kept by them for good
 
         def fail(error: BaseException) -> None:
             self._streams.cancel(stream, tell=False)
