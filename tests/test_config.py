@@ -149,4 +149,5 @@ def test_every_option_has_a_help_text_of_one_line():
 
 def test_no_option_is_both_known_and_refused():
     """`runner` is refused as a flag of vLLM; it is also the name of a group here, which is no flag."""
-    assert not set(config.NOT_YET) & {flag.name for flag in config.flags()}
+    assert not {*config.NOT_YET, *config.INSTEAD} & {flag.name for flag in config.flags()}
+    assert not set(config.NOT_YET) & set(config.INSTEAD)

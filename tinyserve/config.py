@@ -206,6 +206,8 @@ class EngineConfig:
              f"--max-num-seqs ({s.max_num_seqs}): each running sequence computes a token a step."),
             (not self.lora.enable_lora and self.lora != LoraOptions(),
              "--lora-modules, --max-loras and --max-lora-rank need --enable-lora."),
+            (not all("=" in each.strip(" =") or each.lstrip().startswith("{") for each in self.lora.lora_modules),
+             "--lora-modules: each must be name=folder, or JSON with name and path."),
             (self.lora.enable_lora and self.runner.batch_invariant,
              "--enable-lora is not built for --batch-invariant yet: leave one of them out."),
             (bool(server.ssl_keyfile) != bool(server.ssl_certfile),
@@ -264,11 +266,19 @@ NOT_YET = {
     "attention_backend": None, "compilation_config": "-cc", "optimization_level": "-O",
     "profiler_config": None, "middleware": None, "enable_prompt_embeds": None, "api_server_count": None,
     "performance_mode": None, "max_cudagraph_capture_size": None, "task": None, "disable_fastapi_docs": None,
-    "uvicorn_log_level": None, "disable_uvicorn_access_log": None, "disable_log_requests": None,
-    "hf_config_path": None, "ssl_ciphers": None, "tokenizer_mode": None, "tokenizer_revision": None, "hf_token": None,
+    "tokenizer_mode": None, "tokenizer_revision": None, "hf_token": None,
 }  # fmt: skip
-# Flags of vLLM that say what another of ours says.
-INSTEAD = {"async_scheduling": "--depth 2 (the default on a GPU), or --depth 1 for no"}
+# Flags of vLLM that another of ours, or none, stands for.
+INSTEAD = {
+    "async_scheduling": "say --depth 2 (the default on a GPU), or --depth 1 for no.",
+    "calculate_kv_scales": "not needed: int8 has a scale for each token; those of fp8 come from the checkpoint.",
+    "disable_log_requests": "not needed: requests are logged only with --enable-log-requests.",
+    "disable_uvicorn_access_log": "not needed: there is no such log.",
+    "enable_server_load_tracking": "not needed: /load is always there.",
+    "hf_config_path": "say --hf-overrides for what differs.",
+    "ssl_ciphers": "Python's own list is used.",
+    "uvicorn_log_level": "say --log-level.",
+}
 
 
 def flags() -> list[Flag]:
@@ -299,7 +309,7 @@ def unknown_option(name: str) -> str:
     names = [flag.name for flag in flags()]
     plain = name.removeprefix("no_")
     if plain in INSTEAD:
-        return f"{shown} is spelled {INSTEAD[plain]}."
+        return f"{shown}: {INSTEAD[plain]}"
     if plain in NOT_YET:
         return f"{shown} is an option of vLLM that tinyserve does not have yet."
     close = nearest(name, [*names, *NOT_YET])

@@ -132,8 +132,11 @@ async def test_a_useless_adapter_is_refused_when_it_is_loaded(base, tmp_path):
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, "lora_path") and reason in error["message"], error
             assert (await server.http.post(TEXT, json=MINE)).status_code == 404
-        response = await server.http.post(LOAD, json={"lora_name": "tiny", "lora_path": str(tmp_path / "large")})
-        assert response.json()["error"]["param"] == "lora_name"
+        for name in ("tiny", "a,b", "a\nb", ""):
+            response = await server.http.post(LOAD, json={"lora_name": name, "lora_path": str(tmp_path / "large")})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "lora_name")
+        response = await server.http.post(LOAD, json={"lora_name": "my-lora", "lora_path": ""})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "lora_path")
         assert await names(server) == ["tiny"]
         assert await server.control() == before
 

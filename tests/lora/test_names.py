@@ -1,6 +1,7 @@
 """PEFT checkpoints: what is read, and what is refused by name."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ def test_every_product_but_the_head_can_be_adapted(layers):
 
 @pytest.mark.parametrize("more, factor", [
     ({}, 8 / 4), ({"use_rslora": True}, 8 / 2), ({"alpha_pattern": {"q_proj": 2}}, 2 / 4),
+    ({"alpha_pattern": {r"layers\.\d+\..*(k|q)_proj": 2}}, 2 / 4), ({"alpha_pattern": {"k_proj": 2}}, 8 / 4),
     ({"target_modules": "all-linear"}, 8 / 4), ({"target_modules": r".*\.[qkv]_proj"}, 8 / 4),
     ({"init_lora_weights": "gaussian", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}, 8 / 4),
 ])  # fmt: skip
@@ -67,7 +69,14 @@ def test_names_inside_a_model_that_also_sees(base, layers, tmp_path):
 @pytest.mark.parametrize("more, message", [
     ({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"peft_type": "IA3"}, "only LORA"), ({"init_lora_weights": "pissa"}, "base weights"),
-    ({"something_new": {"x": 1}}, "something_new"), ({"lora_alpha": "8"}, "lora_alpha must be a number"),
+    ({"something_new": {"x": 1}}, "something_new"), ({"lora_alpha": "8"}, "lora_alpha must be a finite number"),
+    ({"lora_alpha": math.nan}, "lora_alpha must be a finite"), ({"lora_alpha": 1e308}, "numbers that are not finite"),
+    ({"lora_alpha": 10**400}, "lora_alpha must be a finite"), ({"spread": math.inf}, "numbers that are not finite"),
+    ({"alpha_pattern": ["q_proj"]}, "alpha_pattern must be an object"),
+    ({"alpha_pattern": {"(q_proj": 64}}, "no regular expression"),
+    ({"alpha_pattern": {r"(a+|[a-z._0-9]+)*$X": 3}}, "too complex"),
+    ({"alpha_pattern": {"(a|a)" * 30 + "x": 3}}, "too complex"),
+    ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complex"), ({"alpha_pattern": {r"(a)\1x": 3}}, "too complex"),
     ({"rank": 17}, "rank is 17, above the limit of 16"), ({"prefix": "base_model.model.other."}, "none of its modules"),
     ({"targets": ("q_proj", "lm_head")}, "1 of its modules are not one.*lm_head"),
     ({"targets": ("embed_tokens",)}, "embed_tokens"), ({"targets": ()}, "holds no tensors"),

@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily
 
-from ..errors import CheckpointError, ConfigError, RequestError, shown
+from ..errors import CheckpointError, ConfigError, RequestError
 from ..lora.adapters import Adapter, Adapters, LoadedAdapters, NoAdapters
 from ..request import LoRARequest
 from ..scheduling.update import SequenceFacts
@@ -93,6 +93,8 @@ class Desk(NoDesk):
         Raises: RequestError: the name is taken, or the adapter cannot be used; nothing has changed then.
         """
         self._check(name, replace)
+        if not path:
+            raise RequestError("lora_path must name a folder.", param="lora_path")
         try:
             rank, weights = await in_own_thread("adapter", self._read, path)
         except CheckpointError as error:
@@ -139,12 +141,12 @@ class Desk(NoDesk):
         )
 
     def _loaded(self, name: str, path: str, rank: int, weights: Any) -> Adapter:
-        _log.info("adapter %s loaded from %s: rank %d", name, shown(path), rank)
+        _log.info("adapter %s loaded from %r: rank %d", name, path, rank)
         return self.known.load(name, path, rank, weights)
 
     def _check(self, name: str, replace: bool) -> None:
-        if not name or len(name) > 256 or not name.isprintable():
-            raise RequestError("lora_name must have 1 to 256 printable characters.", param="lora_name")
+        if not name or len(name) > 256 or not name.isprintable() or "," in name:  # the metric joins names by commas
+            raise RequestError("lora_name must have 1 to 256 printable characters, no commas.", param="lora_name")
         if name in self._served:
             raise RequestError(f"{name!r} is a name of the model itself.", param="lora_name")
         if self.find(name) is not None and not replace:

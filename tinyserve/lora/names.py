@@ -20,7 +20,9 @@ Source: Hu et al., arXiv:2106.09685 (factor alpha / r); Kalajdzievski, arXiv:231
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,11 @@ HARMLESS = {
 }
 # Other ways to begin training change the base weights as well, which the adapter alone does not tell.
 BEGUN = (True, False, None, "gaussian", "eva", "orthogonal")
+# Keys of alpha_pattern are regular expressions, of which some would hold the interpreter for years: none may repeat a
+# group or look back, and repeats and alternatives are few. A module's name is then matched in milliseconds.
+PATTERN_COST, PATTERN_LETTERS, PATTERN_SECONDS = 30_000, 200, 1.0
+_NESTED = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
+_REPEAT = re.compile(r"[*+?]|\{\d*,\d*\}")
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 
 
@@ -116,7 +123,7 @@ def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, di
     widths = {module: (place.layer.inputs, place.rows(part)) for place in layers
               for part, module in enumerate(place.modules)}  # fmt: skip
     _check_names(pairs, widths, path)
-    rank, found = 0, {}
+    rank, found, alphas = 0, {}, Alphas(config, path)
     for module, (a, b) in pairs.items():
         size = a.shape[0] if a.dim() == 2 else -1
         inputs, outputs = widths[module]
@@ -126,7 +133,10 @@ def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, di
                 f"[r, {inputs}] and [{outputs}, r]: it was made for another model."
             )
         rank = max(rank, size)
-        found[module] = Pair(a.float(), b.float() * _factor(config, module, size, path))
+        pair = Pair(a.float(), b.float() * alphas.factor(module, size))
+        if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
+            raise CheckpointError(f"{path}: {module} holds, or is multiplied by, numbers that are not finite.")
+        found[module] = pair
     if rank > max_rank:
         raise CheckpointError(f"{path}: its rank is {rank}, above the limit of {max_rank} (--max-lora-rank).")
     return rank, found
@@ -140,7 +150,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
         here = there = False
     if not there:
         what = f"there is no {CONFIG} in it" if here else "there is no such folder"
-        raise CheckpointError(f"{shown(str(folder))}: {what}. An adapter is a folder with {CONFIG} and {TENSORS}.")
+        raise CheckpointError(f"{str(folder)[:1000]!r}: {what}. An adapter is a folder with {CONFIG} and {TENSORS}.")
     try:
         if file.stat().st_size > CONFIG_BYTES:
             raise ValueError(f"it has more than {CONFIG_BYTES} bytes")
@@ -220,22 +230,49 @@ def _check_names(found: Mapping[str, Any], known: Mapping[str, Any], path: str) 
     )
 
 
-def _factor(config: Mapping[str, Any], module: str, rank: int, path: str) -> float:
+class Alphas:
     """What B A is multiplied by: alpha / r, or alpha / sqrt(r); alpha may have a pattern of its own for a module."""
-    alpha = config.get("lora_alpha", 8)
-    patterns = config.get("alpha_pattern") or {}
-    for pattern, own in patterns.items() if isinstance(patterns, Mapping) else ():
-        if _names(str(pattern), module):
-            alpha = own
-            break
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        raise CheckpointError(f"{path}: lora_alpha must be a number, is {shown(alpha)}.")
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
+    def __init__(self, config: Mapping[str, Any], path: str) -> None:
+        self._path = path
+        self._usual = self._number("lora_alpha", config.get("lora_alpha", 8))
+        self._root = bool(config.get("use_rslora"))
+        patterns = config.get("alpha_pattern") or {}
+        if not isinstance(patterns, Mapping):
+            raise CheckpointError(f"{path}: alpha_pattern must be an object, is {shown(patterns)}.")
+        self._patterns = [
+            (self._pattern(key), self._number(f"alpha_pattern {shown(key)}", own)) for key, own in patterns.items()
+        ]
+        self._spent = 0.0
 
-def _names(pattern: str, module: str) -> bool:
-    """Whether a key of alpha_pattern means this module: as the end of its name, or as a regular expression of it."""
-    try:
-        return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
-    except re.error:
-        return False
+    def factor(self, module: str, rank: int) -> float:
+        """Of one module. Raises: CheckpointError: its patterns take too long."""
+        begin = time.thread_time()
+        found = (own for pattern, own in self._patterns if pattern.fullmatch(module))
+        alpha = next(found, self._usual)
+        self._spent += time.thread_time() - begin
+        if self._spent > PATTERN_SECONDS:
+            raise CheckpointError(f"{self._path}: alpha_pattern takes too long; name the modules.")
+        return alpha / (rank**0.5 if self._root else rank)
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise OverflowError
+            return float(value)
+        except OverflowError:
+            raise CheckpointError(f"{self._path}: {name} must be a finite number, is {shown(value)}.") from None
+
+    def _pattern(self, key: str) -> re.Pattern[str]:
+        """A key means a module as the end of its name, or as a regular expression of it."""
+        cost = 30 ** len(_REPEAT.findall(key)) * 2 ** key.count("|")
+        if len(key) > PATTERN_LETTERS or cost > PATTERN_COST or _NESTED.search(key):
+            raise CheckpointError(
+                f"{self._path}: {shown(key)} in alpha_pattern is too complex a regular expression; name the modules."
+            )
+        try:
+            return re.compile(rf"(.*\.)?({key})")
+        except (re.error, OverflowError) as error:
+            raise CheckpointError(
+                f"{self._path}: {shown(key)} in alpha_pattern is no regular expression: {error}."
+            ) from None
