@@ -183,3 +183,13 @@ def test_the_page_needs_nothing_from_elsewhere_and_shows_all(run):
         assert name in page
     for name in bodies.CHAT.params:
         assert f"<code>{name}</code>" in page
+
+
+def test_the_page_names_every_metric_as_it_is_scraped(run):
+    scraped = re.findall(r"^# TYPE (\S+) ", run(call("GET", "/metrics")).text, re.MULTILINE)
+    names = {name.removeprefix("tinyserve:") for name in scraped}
+    ours = {name for name in names if not name.startswith(("process_", "python_")) and not name.endswith("_created")}
+    page = run(call("GET", "/docs")).text
+
+    assert len(ours) > 30
+    assert {name for name in ours if f"<code>{name}</code>" not in page} == set()

@@ -167,9 +167,14 @@ def _options(known: Iterable[Flag]) -> str:
 
 def _metrics() -> str:
     known = (*described(), METRIC)
-    rows = [(name, kind, help + (f" By {label}." if label else "")) for name, kind, label, help in known]
+    rows = [
+        (name + "_total" * (kind == "counter"), kind, help + (f" By {label}." if label else ""))
+        for name, kind, label, help in known
+    ]
     text = (
-        "<p>At <code>/metrics</code>, in Prometheus' text format; names begin with <code>--metrics-prefix</code>.</p>"
+        "<p>At <code>/metrics</code>, in Prometheus' text format; names begin with <code>--metrics-prefix</code>, "
+        "except <code>http_</code>. Prometheus' library adds <code>process_</code> and <code>python_</code>, and with "
+        "<code>_created</code> when a count began.</p>"
     )
     return f"<h2 id=metrics>Metrics</h2>{text}{_table(('metric', 'kind', ''), rows)}"
 
