@@ -17,6 +17,7 @@ import functools
 import importlib
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,3 +259,12 @@ def nan_outputs() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(old[0])
         torch.utils.deterministic.fill_uninitialized_memory = old[1]
+
+
+def forget_compiled():
+    """Empty the caches of all kernels: what an earlier test compiled in this process would not be named again."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tinyserve.kernels."):
+            for found in list(vars(module).values()):
+                if hasattr(found, "device_caches"):
+                    found.device_caches.clear()

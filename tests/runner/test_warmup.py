@@ -14,7 +14,7 @@ from attrs import evolve
 from triton.runtime import driver
 
 from tests.engine.test_device_graphs import FAMILIES, SHAPE
-from tests.kernels.harness import TARGETS, CompileDriver, replaced
+from tests.kernels.harness import TARGETS, CompileDriver, forget_compiled, replaced
 from tinyserve.checkpoint.source import resolve
 from tinyserve.device import Device
 from tinyserve.kernels import launch
@@ -64,6 +64,7 @@ class Padding(Eager):
 
 @pytest.fixture
 def h200():
+    forget_compiled()
     goal = TARGETS["sm_90"]
     facts = launch.facts(torch.device("cpu"))
     facts = evolve(facts, name="NVIDIA H200", backend="cuda", shared=goal.shared, processors=132, overlaps=True)
