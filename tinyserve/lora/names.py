@@ -189,7 +189,8 @@ def _tensors(folder: Path, path: str) -> dict[str, Tensor]:
         )
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  not a dict
+            names = opened.keys()
+            return {name: opened.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: not a safetensors file, or damaged: {error}.") from error
 
