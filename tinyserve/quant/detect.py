@@ -3,7 +3,7 @@
 Nothing is guessed. A method without a reader here is refused by its name, and so is a combination that its reader does
 not know; MXFP4 of stacked experts (gpt-oss) and GGUF describe themselves and need no reader.
 
-Before: fp8.py, compressed.py, gptq.py, awq.py, modelopt.py, bitsandbytes.py.  After: models/registry.py.
+Before: fp8.py, compressed.py, gptq.py, awq.py, modelopt.py, bitsandbytes.py, torchao.py.  After: models/registry.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .gptq import GPTQ, read_gptq
 from .grouped import ONLINE, grouped_formats
 from .modelopt import ModelOptNVFP4, read_modelopt
 from .stored import Method
+from .torchao import TorchAO, read_torchao
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "awq": read_awq,
@@ -38,6 +39,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "gptq": read_gptq,
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
+    "torchao": read_torchao,
 }
 SELF_DESCRIBING = ("gguf", "mxfp4")
 
@@ -142,8 +144,8 @@ def dummy_scheme(method: Method, module: str, rows: int, columns: int) -> Scheme
         tensors["qweight"] = Blank((columns * method.bits // 32, rows))
     elif isinstance(method, ModelOptNVFP4):
         tensors["weight"] = Blank((rows, columns // 2))
-    elif isinstance(method, NF4):
-        raise UnsupportedModel("Dummy weights of bitsandbytes in 4 bits are not implemented: tables are in its files.")
+    elif isinstance(method, NF4 | TorchAO):
+        raise UnsupportedModel(f"Dummy weights of {method.title} are not implemented: its files say what they hold.")
     elif isinstance(method, Compressed) and method.group(module).bits < 8:
         tensors |= {"weight_packed": Blank((rows, columns // 2)), "weight_shape": Blank((2,), (rows, columns))}
         if method.group(module).width == 16:

@@ -101,9 +101,11 @@ class QuantizedTensor:
         if name not in self.tensors:
             raise CheckpointError(f"{self.module}: {self.qtype} needs {self.module}.{name}, which is not there.")
         stored = self.tensors[name]
-        if dtype in CODED and stored.nbytes != prod(stored.shape) * dtype.itemsize:
+        e5m2 = dtype == torch.float8_e4m3fn and getattr(stored, "dtype", "") == "F8_E5M2"
+        if e5m2 or (dtype in CODED and stored.nbytes != prod(stored.shape) * dtype.itemsize):
             raise CheckpointError(
-                f"{self.module}.{name}: {stored.nbytes} bytes for {list(stored.shape)} numbers, which are no {dtype}."
+                f"{self.module}.{name}: {'e5m2' if e5m2 else f'{stored.nbytes} bytes'} for {list(stored.shape)} "
+                f"numbers, which are no {dtype}."
             )
         return stored.read(dtype)
 
