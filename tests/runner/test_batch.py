@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from tinyserve.device import Device
 from tinyserve.runner.batch import RIDERS, BatchBuilder, Shape
+from tinyserve.runner.lengths import AHEAD
 from tinyserve.runner.slots import Rows
 from tinyserve.sampling.params import COLUMNS
-from tinyserve.step import SeqSlice, SlotOpening, StepInput, TableEdit
+from tinyserve.step import Decodes, SeqSlice, SlotOpening, StepInput, TableEdit
 
 BLOCK, GROUPS, ROWS, LENGTH = 4, 2, 6, 40
 CPU = Device("cpu")
@@ -157,3 +158,23 @@ def test_many_differences_travel_by_themselves():
     batch = build(make(rows, max_tokens=16), [SeqSlice(1, RIDERS - 3, 4)], differences=rows.take(step))
 
     assert batch.tokens.tolist() == list(range(RIDERS - 3, RIDERS + 1))
+
+
+def test_lengths_follow_positions_through_any_number_of_steps():
+    """Two convoys of 150 and 5 steps, and back: each of the 160 steps sends its rows' positions + 1, and no others."""
+    builder = make(Rows(ROWS, 999, GROUPS, BLOCK, torch.device("cpu")))
+    one, two = np.array([3, 40, 7], dtype=np.int32), np.array([500, 1, 2], dtype=np.int32)
+    flights = [((4, 0, 2), one, step) for step in range(2 * AHEAD + 22)]
+    flights += [((4, 0, 2), two, step) for step in range(5)] + [((4, 0, 2), one, step) for step in (9, 8, 150, 4, 5)]
+    shape = Shape(4, 4, 4)
+    for count, (slots, first, further) in enumerate(flights):
+        pieces = Decodes(slots, first, further)
+        if count % 7:
+            builder.resend(pieces, shape)
+            views = builder.views(shape)
+        else:
+            views = builder.send(pieces, shape, None, slots)
+        builder.turn.fill_(builder.slot)
+        builder.gather(views)
+        assert views.seq_lens.tolist() == [*(first + further + 1).tolist(), 0]
+        assert views.slots.tolist() == [*slots, ROWS] and views.kept.tolist() == [1, 1, 1, 0]

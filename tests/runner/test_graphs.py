@@ -229,7 +229,7 @@ def test_what_is_launched_at_once_is_a_graphs(make):
 
 def decodes(rows, starts, steps, **more):
     """Steps of the same rows, as a convoy plans them."""
-    return [StepInput(step_id=k, slices=Decodes(rows, np.array(starts) + k), **more) for k in range(steps)]
+    return [StepInput(step_id=k, slices=Decodes(rows, np.array(starts, np.int32), k), **more) for k in range(steps)]
 
 
 def test_repeated_steps_give_what_they_would_alone(make):

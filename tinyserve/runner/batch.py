@@ -22,20 +22,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from ..device import Device
 from ..kernels.fetch import fetch
 from ..kernels.step_inputs import RowState, StepBuffers, step_inputs
 from ..sampling.params import RowValues
 from ..step import Decodes, SeqSlice, StepInput
+from .lengths import Lengths
 from .slots import ALIGN, Differences, Rows
 
 RIDERS = 1024  # differences of a step that have a place in its slot; more get memory of their own
 SHAPES = 256  # whose views are kept
 
 
-@frozen
+@frozen(cache_hash=True)
 class Shape:
     """How many of each a step holds, padding included.
 
@@ -157,6 +158,20 @@ def _columns(pieces: Sequence[SeqSlice]) -> tuple[list[int], list[int], list[boo
     return [p.slot for p in pieces], [p.start + p.count for p in pieces], [p.samples for p in pieces]
 
 
+@define
+class _Slot:
+    """A slot of both rings.
+
+    Args: flat: what the host sends.   given: what comes back.
+        holds: the rows and the shape of the step that it was used for last, if that only decoded.   lens: in `flat`.
+    """
+
+    flat: np.ndarray
+    given: memoryview
+    holds: tuple[tuple[int, ...], Shape] | None = None
+    lens: memoryview | None = None
+
+
 class BatchBuilder:
     """Owns the static buffers and turns the slices of a step into a Batch.
 
@@ -177,10 +192,11 @@ class BatchBuilder:
         self._state = RowState(rows.tokens, rows.tables, params)
         self._layout = _Layout(max_tokens, max_seqs)
         self._mail = device.host_buffer(ring, self._layout.size, dtype=torch.int32).zero_()
-        self._flat = list(self._mail.numpy())
-        self._filled: list[tuple[tuple[int, ...], Shape] | None] = [None] * ring  # rows that a slot names
         self.home = device.host_buffer(ring, 2 * max_seqs, dtype=torch.int32)
-        self._given = list(self.home.numpy())
+        self._ring = [
+            _Slot(flat, memoryview(given)) for flat, given in zip(self._mail.numpy(), self.home.numpy(), strict=True)
+        ]
+        self._lengths = Lengths()
         self.slot = ring - 1
         groups, _, width = rows.tables.shape
 
@@ -224,39 +240,40 @@ class BatchBuilder:
         Args: pieces: in order; single tokens first.   shape: of the step, or of a graph that holds it.
             slots: the rows of the pieces, if the caller has them.
         """
-        self.slot = (self.slot + 1) % len(self._flat)
-        flat = self._flat[self.slot]
+        self.slot = (self.slot + 1) % len(self._ring)
+        flat = self._ring[self.slot].flat
         slots = tuple([piece.slot for piece in pieces]) if slots is None else slots
         decodes = len(pieces) if shape.is_decode else sum(piece.count == 1 for piece in pieces)
-        filled = (slots, shape) if isinstance(pieces, Decodes) else None
-        if filled is None:
+        if isinstance(pieces, Decodes):
+            self._fill_decodes(pieces, shape)
+        else:
             self._fill(flat, _columns(pieces[:decodes]), 0, shape.decodes)
             self._fill(flat, _columns(pieces[decodes:]), shape.decodes, shape.seqs)
-        elif filled != self._filled[self.slot]:
-            self._fill(flat, (slots, pieces.starts + 1, 1), 0, shape.seqs)
-        else:  # the same rows as when this slot was used last
-            lens = self._layout.at["lens"]
-            np.add(pieces.starts, 1, out=flat[lens : lens + decodes], casting="same_kind")
-        self._filled[self.slot] = filled
+            self._ring[self.slot].holds = None
         if not shape.is_decode:
             self._fill_tokens(flat, pieces, decodes, shape)
         if differences is not None:
             self._apply(flat, differences)
         return self.views(shape)
 
-    def given(self, seqs: int) -> np.ndarray:
+    def resend(self, pieces: Decodes, shape: Shape) -> None:
+        """`send` for the rows and the shape of the step before, when nothing but positions differs."""
+        self.slot = (self.slot + 1) % len(self._ring)
+        self._fill_decodes(pieces, shape)
+
+    def given(self, seqs: int) -> memoryview:
         """Where the step that was sent last leaves the tokens and bad flags of so many sequences: [2 S], later."""
-        return self._given[self.slot][: 2 * seqs]
+        return self._ring[self.slot].given[: 2 * seqs]
 
     def follow(self) -> None:
         """Let the device's turn be the host's again, after steps that were sent but did not run as a whole."""
-        self.turn.fill_((self.slot + 1) % len(self._flat))
+        self.turn.fill_((self.slot + 1) % len(self._ring))
 
     def agrees(self) -> bool:
         """Whether the device has seen what was sent last, and goes on to the slot that comes next. Waits for it."""
         places = [self._layout.at[name] for name in ("slots", "lens", "kept")]
         seen = self._ints[places].tolist() == self._mail[self.slot, places].tolist()
-        return seen and int(self.turn) == (self.slot + 1) % len(self._flat)
+        return seen and int(self.turn) == (self.slot + 1) % len(self._ring)
 
     def _fill(self, flat: np.ndarray, columns: tuple[Any, Any, Any], start: int, stop: int) -> None:
         """Row, length and kept-flag of some sequences from place `start` on; padding up to `stop`."""
@@ -266,6 +283,16 @@ class BatchBuilder:
         if end < stop:
             for name, value in (("slots", self._rows.spare), ("lens", 0), ("kept", 0)):
                 flat[at[name] + end : at[name] + stop] = value
+
+    def _fill_decodes(self, pieces: Decodes, shape: Shape) -> None:
+        """The same for all of a step that only decodes; little where this slot held these rows when used last."""
+        slot, rows = self._ring[self.slot], (pieces.slots, shape)
+        if slot.holds == rows:
+            slot.lens[:] = self._lengths.of(pieces)
+            return
+        self._fill(slot.flat, (pieces.slots, pieces.starts + 1, 1), 0, shape.seqs)
+        start = self._layout.at["lens"]
+        slot.holds, slot.lens = rows, memoryview(slot.flat[start : start + len(pieces)])
 
     def _fill_tokens(self, flat: np.ndarray, pieces: Sequence[SeqSlice], decodes: int, shape: Shape) -> None:
         """Row and position of each token, where each sequence starts, and which token its logits come from."""

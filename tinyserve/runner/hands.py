@@ -41,9 +41,14 @@ class Hands:
         if self._thread is None:
             self._thread = Workers("tinyserve-launch")
 
+    @property
+    def free(self) -> bool:
+        """Whether nothing is under way, so that what is quick is done at once."""
+        return self._last is None or self._last.done()
+
     def do(self, quick: bool, work: Callable[..., Any], *args: Any) -> Any:
         """work(*args), or its Future, if it is not quick, or something before it is not done. See `done`."""
-        if self._last is not None and self._last.done():
+        if self.free:
             self._last = None  # it may hold tensors
         if self._thread is None or (quick and self._last is None):
             return work(*args)

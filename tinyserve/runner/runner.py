@@ -20,9 +20,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from attrs import frozen
 
@@ -72,20 +71,19 @@ class Limits:
     depth: int = 1
 
 
-@frozen
-class _Launched:
+class _Launched(NamedTuple):
     """A step whose kernels are queued: what `_land` needs to build the output.
 
     Args:
         order: the slice of each sequence of the batch.   places: where its token stands in the result.
-        result: [2, S] tokens and bad flags; they are there once the event has come. None if nothing was chosen.
+        result: [2 S] tokens and bad flags; they are there once the event has come. None if nothing was chosen.
         reports: of the sequences, by their place.   prompt_scores, pooled: by slice.
     """
 
     step: StepInput
     order: Sequence[int]
     places: Sequence[int]
-    result: np.ndarray | None
+    result: memoryview | None
     reports: TokenReports | None
     prompt_scores: dict[int, list[Any]]
     pooled: dict[int, torch.Tensor]
@@ -109,12 +107,13 @@ class _Forward:
 
 @frozen
 class _Begun:
-    """A step whose tokens are still to be chosen. forward: None if it computes nothing."""
+    """A step whose tokens are still to be chosen. forward: None if it computes nothing.   stream: it is queued on."""
 
     step: StepInput
     order: Sequence[int]
     forward: _Forward | None
     started: float
+    stream: Any
 
 
 class Runner:
@@ -158,8 +157,11 @@ class Runner:
             raise EngineDead("The runner is closed.")
         if step.masks is not None and not step.masks.begun:
             return self._launch_early(step)
-        quick = step.masks is None and (self._repeats(step) or self._is_quick(step))
-        launched = self._hands.do(quick, self._enqueue, step)
+        if self._hands.free and self._repeats(step):
+            launched = self._repeat(step)
+        else:
+            quick = step.masks is None and self._is_quick(step)
+            launched = self._hands.do(quick, self._enqueue, step)
         return Flight(step.step_id, self._worker.submit(self._land, launched))
 
     def _launch_early(self, step: StepInput) -> Flight:
@@ -237,8 +239,6 @@ class Runner:
 
     def _enqueue(self, step: StepInput) -> _Launched:
         """Queue all kernels of a step and the copies of its results (on the CPU: run them)."""
-        if self._repeats(step):
-            return self._repeat(step)
         return self._on_device(lambda: self._finish(self._begin(step)))
 
     def _repeats(self, step: StepInput) -> bool:
@@ -250,11 +250,11 @@ class Runner:
     def _repeat(self, step: StepInput) -> _Launched:
         """Queue such a step: nothing has to be found out, and no tensor is touched from here."""
         started, order, forward = time.perf_counter(), self._before.order, self._before.forward
-        views = self.batches.send(step.slices, forward.shape, None, forward.slots)
-        self.graphs.run(views, lambda: forward.computed)
+        self.batches.resend(step.slices, forward.shape)
+        self.graphs.run(forward.views, lambda: forward.computed)
         event = self._events[self.batches.slot]
-        event.record(self.device.current_stream())
-        return _Launched(step, order, order, self.batches.given(views.shape.seqs), None, {}, {}, event, started)
+        event.record(self._before.stream)
+        return _Launched(step, order, order, self.batches.given(forward.shape.seqs), None, {}, {}, event, started)
 
     def _begin(self, step: StepInput) -> _Begun:
         """Queue what does not depend on grammars."""
@@ -267,7 +267,7 @@ class Runner:
             forward = self._forward(pieces, differences, masked=step.masks is not None)
         else:
             self.rows.write(differences)
-        return _Begun(step, order, forward, started)
+        return _Begun(step, order, forward, started, self.device.current_stream())
 
     def _finish(self, begun: _Begun | Future[_Begun]) -> _Launched:
         """Queue the choice of tokens as far as the forward has not made it, and what brings results home."""
@@ -281,7 +281,7 @@ class Runner:
             if which := wanted(pieces, self.rows.pooled):
                 pools = {order[i]: vector for i, vector in pooled(hidden, pieces, which).items()}
         event = self.device.event() if forward is None else self._events[self.batches.slot]
-        event.record(self.device.current_stream())
+        event.record(begun.stream)
         alone = forward is not None and isinstance(step.slices, Decodes) and not forward.again
         self._before = begun if alone and self.graphs.holds(forward.shape) else None
         return _Launched(step, order, places, result, reports, scores, pools, event, begun.started)
@@ -317,7 +317,7 @@ class Runner:
         computed = self.graphs.run(views, compute)
         return _Forward(pieces, slots, own, shape, views, computed, sampled, again)
 
-    def _choose(self, forward: _Forward, masks: Any) -> tuple[Sequence[int], np.ndarray | None, TokenReports | None]:
+    def _choose(self, forward: _Forward, masks: Any) -> tuple[Sequence[int], memoryview | None, TokenReports | None]:
         """Choose tokens if the forward has not; the places of sequences in the result, the result, and reports.
 
         masks: what grammars allow, waited for only now that the forward is queued; None if there are none.

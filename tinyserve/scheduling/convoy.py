@@ -47,7 +47,7 @@ class Convoy:
         self.slots = tuple([seq.slot for seq in sequences])
         self.planned = self.landed = 0
         self._cache = cache
-        self._first = np.array([seq.scheduled for seq in sequences], dtype=np.int64)
+        self._first = np.array([seq.scheduled for seq in sequences], dtype=np.int32)
         self._turns = np.array([self._turn(seq) for seq in sequences], dtype=np.int64)
         self._next = int(self._turns.min())
         self._last = min([seq.ends.limit - seq.scheduled for seq in sequences])
@@ -57,7 +57,7 @@ class Convoy:
 
     def slices(self) -> Decodes:
         """Of the step planned last."""
-        return Decodes(self.slots, self._first + (self.planned - 1))
+        return Decodes(self.slots, self._first, self.planned - 1)
 
     def advance(self) -> list[TableEdit] | None:
         """Plan the next step; what changes in the tables. None: not everybody can go on, and nothing is planned."""
