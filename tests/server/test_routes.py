@@ -340,20 +340,6 @@ def test_a_long_path_is_not_sent_back_whole(run):
     assert len(refused(run(call("GET", "/" + "a" * 60_000)), 404)) < 300
 
 
-def test_websockets_are_refused(run):
-    """Breaks if the app says nothing: the server made a 500 of that."""
-    sent = []
-
-    async def connect():
-        async def send(message):
-            sent.append(message["type"])
-
-        await create_app(service_of(FakeEngine()))({"type": "websocket", "path": "/", "headers": []}, None, send)
-
-    run(connect())
-    assert sent == ["websocket.close"]
-
-
 def test_health_fails_when_no_step_ends_any_more(run):
     """D34: 61 seconds without a step while requests wait is a 503; 59 is not."""
 

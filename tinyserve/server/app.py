@@ -140,8 +140,6 @@ class Front:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})  # before it was accepted: a 403
         if scope["type"] != "http":
             return
         scope["tinyserve.arrival"] = time.time_ns()

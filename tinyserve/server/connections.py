@@ -1,13 +1,13 @@
 """Sockets: accept, let Hypercorn speak HTTP on each, and send the pieces of a stream on a short way.
 
-Hypercorn and h11 read requests, keep the states of HTTP/1.1 and HTTP/2, and write the head and the end of each answer.
-Between these two, a streamed answer over HTTP/1.1 is nothing but chunks, and of those there is one per token and
+Hypercorn and h11 read requests, keep the state of each connection, and write the head and the end of each answer
+(spoken.py). Between these two, a streamed answer is nothing but chunks, and of those there is one per token and
 client; each costs 20 us on its way through their layers. So chunks are framed here and given to the socket directly.
 
 A client that does not read is waited for, but not for ever: what waits for it in memory is bounded by the socket's
 buffer and its own answer (engine/streams.py), and after a minute without progress the connection is cut.
 
-Before: app.py (the ASGI app), turns.py.  After: serve.py.
+Before: app.py (the ASGI app), spoken.py, turns.py.  After: serve.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 
+from .spoken import Connection
 from .turns import AT_ONCE, Turns
 
 MAX_CONNECTIONS = 16384  # at the same time; each takes some 50 KB
@@ -43,7 +43,7 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         wrapped = ASGIWrapper(partial(_on_wire, app, Wire(writer)))
-        await TCPServer(wrapped, loop, settings, context, {}, reader, writer)
+        await Connection(wrapped, loop, settings, context, {}, reader, writer)
 
     tls = settings.create_ssl_context() if settings.ssl_enabled else None
     server = await loop.create_server(

@@ -26,9 +26,9 @@ from ..errors import ConfigError
 from .app import create_app
 from .connections import serve
 from .face import Service
+from .spoken import HEADER_BYTES
 from .tls import Certificates
 
-HEADER_BYTES = 4 * 1024**2  # what is read before giving up; app.py refuses much less, with a body that says so
 KEEP_ALIVE = 5.0  # seconds
 BACKLOG = 1024
 LAST_WORDS = 2.0  # seconds for aborted answers to leave, and for connections to close
@@ -143,6 +143,7 @@ def hypercorn_config(options: ServerOptions, certificates: Certificates | None =
     config.backlog = BACKLOG
     config.graceful_timeout = LAST_WORDS
     config.h11_max_incomplete_size = HEADER_BYTES
+    config.alpn_protocols = ["http/1.1"]
     config.include_server_header = False
     config.accesslog = config.errorlog = None
     if options.ssl_certfile:

@@ -1,0 +1,93 @@
+"""What a connection may speak: HTTP/1.1 and 1.0, and of these only what the routes need.
+
+Hypercorn also speaks HTTP/2 and WebSocket, to whoever asks, before any route or key is looked at. No client of these
+routes does, and both are more than a stranger should have: 64 KB of HTTP/2 frames can open and close a thousand
+requests, which held the loop for 0.3 s, and a WebSocket that was refused stayed open for ever. So an `Upgrade` is not
+followed, as HTTP allows, and the first line of HTTP/2 is a request that does not exist. A proxy in front may speak what
+it likes.
+
+What cannot be read as a request is refused here, in the shape of all refusals (errors.py).
+
+Before: errors.py.  After: connections.py.
+
+Source: RFC 9110 section 7.8 (Upgrade may be ignored); RFC 9112 section 3.2.2 (a whole URL in the place of the path).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from urllib.parse import urlsplit
+
+import h11
+from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.events import Closed, Event
+from hypercorn.protocol.h11 import H11Protocol
+
+from .errors import Failure
+
+HEADER_BYTES = 128 * 1024  # that are read before giving up; app.py refuses half of it. All of it is parsed in 50 ms
+SWALLOW_SECONDS = 2.0  # what a refused client still sends is read, or it would not see the refusal
+_REFUSED = {
+    400: "This is not a request of HTTP/1.1.",
+    431: f"The headers have more than {HEADER_BYTES} bytes.",
+    501: "Of transfer encodings, only chunked is understood.",
+}
+
+
+class Connection(TCPServer):
+    """One connection, from its first byte to its last."""
+
+    async def _read_data(self) -> None:
+        made = self.protocol.protocol  # for HTTP/1.1: no other is offered, and nothing has been read yet
+        parts = (made.task_group, made.connection_state, made.ssl, made.client, made.server, made.send)
+        self.protocol = Spoken(made.app, made.config, made.context, *parts)
+        await super()._read_data()
+
+    async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, Closed) and self.protocol.refused:
+            with contextlib.suppress(OSError, TimeoutError):
+                self.writer.write_eof()
+                async with asyncio.timeout(SWALLOW_SECONDS):
+                    while await self.reader.read(MAX_RECV):
+                        pass
+        await super().protocol_send(event)
+
+
+class Spoken(H11Protocol):
+    """HTTP/1.1 and 1.0. Attributes: refused: something came that cannot be read; nothing after it will be."""
+
+    refused = False
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        """Go on with HTTP/1.1, whatever the request would rather have."""
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        headers = [pair for pair in request.headers.raw_items() if pair[0].lower() != b"upgrade"]
+        target = _path(request.target)
+        if len(headers) < len(request.headers) or target is not request.target:
+            version = request.http_version
+            request = h11.Request(method=request.method, target=target, headers=headers, http_version=version)
+        await super()._create_stream(request)
+
+    async def _send_error_response(self, status_code: int) -> None:
+        self.refused = True
+        body = Failure(status_code, _REFUSED.get(status_code, "This request cannot be read.")).body()
+        headers = [
+            (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
+            *self.config.response_headers("h11"),
+        ]  # fmt: skip
+        await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
+
+
+def _path(target: bytes) -> bytes:
+    """The path and query of a target that is a whole URL; any other target as it is."""
+    if target.startswith(b"/") or b"://" not in target[:8]:
+        return target
+    try:
+        found = urlsplit(target)
+    except ValueError:
+        return target
+    return (found.path or b"/") + (b"?" + found.query if found.query else b"")
