@@ -2,6 +2,7 @@
 
     python bench/perplexity.py                     the default model
     python bench/perplexity.py MODEL --formats fp32,fp8,int8,int4 --tokens 2000
+    python bench/perplexity.py --formats gptq,awq,nf4,mxfp4,nvfp4,fp8-blocks,bnb-int8      written by packers.py
 
 The text is bench/cpu_text.txt (public domain), one pass over it, in steps of 512 tokens; what a format loses on a GPU
 is what it loses here, because the codes are the same. Speed is of decode steps of one sequence, on one thread; formats
@@ -11,8 +12,14 @@ that a CPU has no product of its own for make their matrices dense in each step.
 import argparse
 import json
 import math
+import tempfile
 import time
 from pathlib import Path
+
+if __package__:
+    from .packers import PACKERS, write
+else:
+    from packers import PACKERS, write
 
 TEXT = Path(__file__).parent / "cpu_text.txt"
 # dtype, --quantization, --kv-cache-dtype
@@ -31,11 +38,21 @@ FORMATS = {
 
 def measure(model: str, name: str, tokens: int) -> dict:
     """One format: load, read the text, write 16 tokens."""
+    if name in PACKERS:
+        from tinyserve.checkpoint.source import resolve
+
+        with tempfile.TemporaryDirectory() as folder:
+            return evaluate(str(write(resolve(model), name, Path(folder))), name, tokens, tokenizer=model)
+    return evaluate(model, name, tokens)
+
+
+def evaluate(model: str, name: str, tokens: int, **options) -> dict:
+    """One checkpoint, in a format of FORMATS or its own."""
     from tinyserve import LLM, SamplingParams
     from tinyserve.quant.cpu import packed_bytes
 
-    dtype, asked, *cache = FORMATS[name]
-    options = {"dtype": dtype, "quantization": asked, "max_model_len": tokens + 64, "max_num_seqs": 1}
+    dtype, asked, *cache = FORMATS.get(name, ("float32", None))
+    options |= {"dtype": dtype, "quantization": asked, "max_model_len": tokens + 64, "max_num_seqs": 1}
     options |= {"kv_cache_dtype": cache[0]} if cache else {}
     options |= {
         "max_num_batched_tokens": 512,

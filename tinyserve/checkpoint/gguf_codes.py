@@ -9,6 +9,9 @@ products of a half and a small integer in the file, are rounded to halves (one p
     kept in  4 bits  Q4_0 Q4_1 Q4_K (as small as the file, to 11 %)   Q3_K
              2 bits  Q2_K        8 bits  Q8_0 (as small as the file)  Q5_0 Q5_1 Q5_K Q6_K IQ4_NL
 
+A file that would take more than `MOST` times its bytes so has its codes of 3, 5 and 6 bits kept in as many
+(quant/planes.py): Q5_0 then takes as much as in the file, Q5_1 too, Q5_K and Q6_K 9 and 7 % more, Q3_K 16 %.
+
 Before: dequantize.py, which knows the blocks.  After: gguf_names.py; quant/grouped.py keeps and multiplies them.
 
 Source: block layouts of ggml, ggml-common.h.
@@ -16,15 +19,18 @@ Source: block layouts of ggml, ggml-common.h.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ..quant.codes import Codes, Scheme
+from ..quant.format import Stored
 from .dequantize import IQ4_VALUES, _fields, _half, _looked_up, _scales_and_mins
 from .gguf import BLOCK_SIZES
 
+MOST = 1.15  # bytes in memory for each byte of the file
 ROWS = 4096  # of a matrix that are taken apart at once
 Parts = tuple[Tensor, Tensor, Tensor | None]  # codes [N, numbers], scales [N, groups], offsets or None
 
@@ -90,16 +96,23 @@ def _iq4_nl(blocks: Tensor) -> Parts:
 KEPT: dict[str, tuple[Scheme, int, Callable[[Tensor], Parts]]] = {
     "Q4_0": (Scheme("Q4_0", 4, 32, blocks=True), 8, _q4_0),
     "Q4_1": (Scheme("Q4_1", 4, 32, added=True, blocks=True), 0, _q4_1),
-    "Q5_0": (Scheme("Q5_0", 8, 32, blocks=True), 0, _q5_0),
-    "Q5_1": (Scheme("Q5_1", 8, 32, added=True, blocks=True), 0, _q5_1),
+    "Q5_0": (Scheme("Q5_0", 8, 32, blocks=True, fine=5), 0, _q5_0),
+    "Q5_1": (Scheme("Q5_1", 8, 32, added=True, blocks=True, fine=5), 0, _q5_1),
     "Q8_0": (Scheme("Q8_0", 8, 32, blocks=True), 0, _q8_0),
     "Q2_K": (Scheme("Q2_K", 2, 16, added=True, blocks=True), 0, _q2_k),
-    "Q3_K": (Scheme("Q3_K", 4, 16, blocks=True), 4, _q3_k),
+    "Q3_K": (Scheme("Q3_K", 4, 16, blocks=True, fine=3), 4, _q3_k),
     "Q4_K": (Scheme("Q4_K", 4, 32, added=True, blocks=True), 0, _q4_k),
-    "Q5_K": (Scheme("Q5_K", 8, 32, added=True, blocks=True), 0, _q5_k),
-    "Q6_K": (Scheme("Q6_K", 8, 16, blocks=True), 0, _q6_k),
+    "Q5_K": (Scheme("Q5_K", 8, 32, added=True, blocks=True, fine=5), 0, _q5_k),
+    "Q6_K": (Scheme("Q6_K", 8, 16, blocks=True, fine=6), 0, _q6_k),
     "IQ4_NL": (Scheme("IQ4_NL", 8, 32, blocks=True), 0, _iq4_nl),
 }
+
+
+def too_large(tensors: Iterable[Stored]) -> bool:
+    """Whether a file's tensors, kept as KEPT says, would take more than MOST times their bytes."""
+    found = [(KEPT[one.qtype][0], one) for one in tensors if one.qtype in KEPT]
+    held = sum(prod(one.shape) * (kept.bits / 8 + (2 + 2 * kept.added) / kept.width) for kept, one in found)
+    return held > MOST * sum(one.nbytes for _, one in found)
 
 
 def codes_of(rows: Tensor, kind: str) -> Codes:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.embedding import embed
-from ..kernels.packed import Packed, packed_dense
+from ..kernels.packed import Packed
+from ..kernels.packed_planes import Planes
 from ..quant.format import Stored, WeightFormat, place
 from ..quant.grouped import Grouped
+from ..quant.planes import dense
 
 if TYPE_CHECKING:
     from .linear import Linear
@@ -41,7 +43,7 @@ class Embedding(nn.Module):
         self.hidden = hidden
         self.scale = scale
         self.kept: Grouped | None = None
-        self.packed: Packed | None = None
+        self.packed: Packed | Planes | None = None
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden, device="meta"), False)
 
     def shape(self, name: str, part: int) -> tuple[int, ...]:
@@ -105,7 +107,7 @@ class Embedding(nn.Module):
             return embed(tokens, self.weight, scale=self.scale)
         known = (tokens >= 0) & (tokens < self.parts[0])
         rows = self.packed.take(torch.where(known, tokens, 0))
-        vectors = packed_dense(rows, torch.float32) * self.scale
+        vectors = dense(rows, torch.float32) * self.scale
         return vectors.masked_fill_(~known[:, None], float("nan")).to(self.dtype)
 
 

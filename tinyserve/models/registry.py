@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import cache_scales
+from ..checkpoint.gguf_codes import too_large
 from ..checkpoint.gguf_names import stored_tensors
 from ..checkpoint.load import ChooseFormat, Progress, SchemeFor, load, load_dummy, takes_format, targets
 from ..checkpoint.safetensors import open_safetensors
@@ -164,7 +165,7 @@ def load_model(
         if method is not None:
             tensors, format_for = wrap(tensors, method), format_for or grouped_formats()
         elif format_for is None and use_kernel(torch.empty(0, device=device)):
-            format_for = grouped_formats(blocks=True)
+            format_for = grouped_formats(blocks=True, planes=too_large(tensors.values()))
         quantised = [one for one in tensors.values() if isinstance(one, QuantizedTensor)]
         options = {"dtype": dtype, "device": device, "format_for": format_for, "progress": progress}
         # A tied head may still have a tensor of its own in the file; then the file is right.

@@ -55,6 +55,7 @@ class Scheme:
         inputs: how activations are rounded; None: not at all.
         added: `zeros` of the codes are no zero points but numbers added after the scale.
         blocks: the codes are a GGUF file's own.
+        fine: bits that a code has in the file, where memory has more: it may be kept in these (planes.py); else 0.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Scheme:
     inputs: Inputs | None = None
     added: bool = False
     blocks: bool = False
+    fine: int = 0
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes in memory of a matrix without zero points, about: scales have two bytes, one a row or of fp8 four."""

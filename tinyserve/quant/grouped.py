@@ -16,7 +16,8 @@ On a GPU integers and fp8 are kept in the order of kernels/packed.py, and multip
                     dense for one product of torch
 
 Columns that were quantised out of order (act-order) are put in order, and x is, at each product. What the packed
-kernels do not read (tables, groups narrower than 16) goes into kernels/grouped_gemm.py, which is slower.
+kernels do not read (tables, groups narrower than 16) goes into kernels/grouped_gemm.py, which is slower; codes of a
+GGUF file that are to take no more bits than there, into kernels/packed_planes.py.
 
 Activations are rounded on a GPU only where that makes products of fp8 with fp8; for one row it would gain nothing. On a
 CPU products are the readable ones: inputs rounded as the checkpoint says, the matrix made dense, torch multiplies. That
@@ -41,12 +42,15 @@ from ..kernels.norm import rms_norm
 from ..kernels.packed import Packed, can_pack, packed_dense, tile_of, tiled
 from ..kernels.packed_gemm import packed_gemm
 from ..kernels.packed_gemv import packed_gemv
+from ..kernels.packed_planes import Planes
 from ..kernels.round_rows import round_rows
 from ..kernels.scaled_gemm import scaled_gemm
 from .codes import FP4, Codes, Inputs, Scheme, compact, one_value, pack, quantise, rounded
 from .experts import expert_format
 from .format import Fused, Stored, WeightFormat
 from .plain import Plain
+from .planes import MOST_ROWS, to_planes
+from .planes import product as planes_product
 
 # --quantization of plain checkpoints: rounded to the nearest, one scale a row, or for each 128 columns of 4 bits.
 ONLINE = {
@@ -56,17 +60,15 @@ ONLINE = {
 }
 
 
-MOST_ROWS = 64  # above, a product takes longer than the reading of its codes
-
-
 class Grouped:
-    """Codes and scales of one scheme. Args: scheme: of all parts."""
+    """Codes and scales of one scheme. Args: scheme: of all parts; planes: keep codes in the bits that they have."""
 
     names = ("weight",)
     folds = True  # `product` takes a norm in and leaves parts
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Scheme, *, planes: bool = False) -> None:
         self.scheme = scheme
+        self.planes = planes and scheme.fine > 0
 
     def create(self, layer: Fused) -> None:
         """Nothing yet: sizes are known once a part has been read."""
@@ -107,8 +109,12 @@ class Grouped:
         order = self._order(layer, codes[0], scales.shape[1], width)
         layer.packed = None
         layer.register_buffer("order", None if order is None or layer.groups is None else order)
+        layer.register_buffer("high", None)
         if order is None:
             codes = torch.cat([pack(one, self.scheme.bits) for one in codes])
+        elif self.planes and layer.inputs == scales.shape[1] * width:
+            layer.packed = to_planes(codes, self.scheme, scales, zeros, layer.inputs)
+            codes, layer.high, zeros = layer.packed.low, layer.packed.high, layer.packed.added
         else:
             layer.register_buffer("groups", None)
             codes = torch.cat([self._tiled(one, layer.order, width) for one in codes])
@@ -164,6 +170,8 @@ class Grouped:
         """Why the layer's products may take longer than plain numbers would; "" if there is no reason to think so."""
         if layer.packed is None:
             return f"{self.scheme.name} has no kernel of its own, the general one serves it"
+        if isinstance(layer.packed, Planes):
+            return f"codes of {layer.packed.bits} bits in two planes take less memory, but more instructions"
         if not tuned_rows(facts(layer.codes.device).name).get("packed_gemv"):
             return "no tiles were measured on this device"
         if layer.packed.width % 64 or layer.packed.added:
@@ -187,6 +195,8 @@ class Grouped:
     ) -> Tensor:
         """The product on a GPU, with what stands around it; arguments as of plain.py."""
         tokens, packed = x.shape[0], layer.packed
+        if isinstance(packed, Planes):
+            return planes_product(x, layer, norm=norm, gate=gate, residual=residual, parts=parts)
         if packed is not None and tokens == 1 and layer.order is None:
             weight, eps, offset = norm or (None, 0.0, 0.0)
             given = {"norm": weight, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
@@ -345,13 +355,14 @@ class ByPart:
 
 
 def grouped_formats(
-    online: Scheme | None = None, *, blocks: bool = False
+    online: Scheme | None = None, *, blocks: bool = False, planes: bool = False
 ) -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
     """Return the choice per layer, also of experts: (path, layer, stored parts) -> format.
 
     Args:
         online: what plain numbers are rounded to, except those of the head; None: they stay plain.
         blocks: whether blocks of GGUF files stay codes; else they are plain numbers.
+        planes: whether codes of those take as many bits as in the file, in linear layers and the table.
     """
 
     def scheme_of(stored: Stored) -> Scheme | None:
@@ -365,12 +376,12 @@ def grouped_formats(
         if hasattr(layer, "experts"):
             return expert_format(schemes, stored)
         if len(set(schemes)) == 1:
-            return one_format(schemes[0])
-        return ByPart([one_format(scheme) for scheme in schemes])
+            return one_format(schemes[0], planes)
+        return ByPart([one_format(scheme, planes) for scheme in schemes])
 
     return choose
 
 
-def one_format(scheme: Scheme | None) -> WeightFormat:
+def one_format(scheme: Scheme | None, planes: bool) -> WeightFormat:
     """Return the format of a scheme; plain numbers for None."""
-    return Plain() if scheme is None else Grouped(scheme)
+    return Plain() if scheme is None else Grouped(scheme, planes=planes)

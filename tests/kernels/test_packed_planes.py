@@ -1,0 +1,100 @@
+"""Codes in two planes: their order, their numbers, and products with a few rows."""
+
+import pytest
+import torch
+
+from tests.kernels.harness import assert_close, gapped, randn
+from tinyserve.kernels import launch
+from tinyserve.kernels.packed_planes import Planes, in_planes, packed_planes, packed_planes_reference, planes_dense
+from tinyserve.kernels.packed_planes import planes_dense_reference as dense_reference
+from tinyserve.kernels.skinny_gemm import skinny_gemm_reference
+
+# bits, width, whether a number is added after the scale
+LAYOUTS = {"Q6_K": (6, 16, False), "Q5_0": (5, 32, False), "Q5_K": (5, 32, True), "Q3_K": (3, 16, False)}
+
+
+def weight_of(name, rows, columns, *, device):
+    """A random matrix, and its numbers in float32, computed without it."""
+    bits, width, adds = LAYOUTS[name]
+    make = torch.Generator().manual_seed(rows)
+    groups = -(-columns // width)
+    with torch.device("cpu"):
+        codes = torch.randint(0, 2**bits, (rows, columns), generator=make, dtype=torch.uint8)
+        spread = 4 * 2.0**-bits * columns**-0.5
+        scales = randn(rows, groups, dtype=torch.float16, device="cpu", spread=spread, seed=2)
+        added = randn(rows, groups, dtype=torch.float16, device="cpu", spread=spread, seed=3) if adds else None
+        middle = 0 if adds else 2 ** (bits - 1)
+        group = torch.arange(columns) // width
+        dense = (codes.float() - middle) * scales.float()[:, group]
+        dense = dense if added is None else dense + added.float()[:, group]
+        given = [*in_planes(codes, bits, width), scales, added]
+    return Planes(*(None if one is None else one.to(device) for one in given), columns, bits, width, middle), dense
+
+
+def test_words_hold_their_parts_of_a_tile():
+    """Column 5 of a tile of 16: bits 4 to 7 of low word 1, bits 4 and 5 of high word 1."""
+    codes = torch.zeros(1, 32, dtype=torch.uint8)
+    codes[0, 5] = 0b110101
+
+    low, high = in_planes(codes, 6, 16)
+
+    assert low.tolist() == [[0, 0b0101 << 4, 0, 0, 0, 0, 0, 0]] and high.tolist() == [[0, 0b11 << 4, 0, 0]]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_numbers(device, dtype, name):
+    """To the last bit of float32, and of chosen rows; 1040 columns end within a block."""
+    weight, dense = weight_of(name, 5, 1040, device=device)
+
+    assert torch.equal(dense_reference(weight, torch.float32).cpu(), dense)
+    assert_close(planes_dense(weight, dtype), dense.to(device).to(dtype))
+    chosen = torch.tensor([4, 0, 4], device=device)
+    assert_close(planes_dense(weight.take(chosen), dtype), dense.to(device).to(dtype)[chosen])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_products(device, dtype, name, tokens):
+    """37 rows and 160 columns end within a strip and a step; at 70 tokens a second tile is there."""
+    weight, dense = weight_of(name, 37, 160, device=device)
+    x, bias = randn(tokens, 160, dtype=dtype, device=device), randn(37, dtype=dtype, device=device, seed=3)
+
+    actual = packed_planes(gapped(x) if tokens > 1 else x, weight, bias)
+
+    expected = skinny_gemm_reference(x, dense.to(device), bias)
+    assert_close(actual, expected, scale=4)
+    assert_close(packed_planes_reference(x, weight, bias), expected, scale=4)
+    assert packed_planes(x[:0], weight).shape == (0, 37)
+
+
+def test_parts_add_up(device, monkeypatch):
+    """Four splits of 1008 columns, the last one short; the bias joins once. One row has one part."""
+    chosen = {"SPLITS": 4}
+    monkeypatch.setattr(launch, "tuned_rows", lambda name: {"packed_planes": [{"when": {}, "use": chosen}]})
+    weight, dense = weight_of("Q6_K", 40, 1008, device=device)
+    x, bias = (randn(*shape, dtype=torch.float16, device=device) for shape in ((20, 1008), (40,)))
+
+    parts, one = (packed_planes(rows, weight, bias, parts=True) for rows in (x, x[:1]))
+
+    assert parts.shape == (4, 20, 40) and one.shape == (1, 1, 40) and parts.dtype == torch.float32
+    expected = skinny_gemm_reference(x, dense.to(device), bias, parts=True)[0]
+    assert_close(parts.sum(0), expected, scale=100)
+    assert_close(one[0], expected[:1], scale=100)
+
+
+def test_shapes_that_do_not_fit_are_refused(device):
+    weight, _ = weight_of("Q5_K", 8, 64, device=device)
+    with pytest.raises(ValueError, match="packed_planes"):
+        packed_planes(randn(2, 96, dtype=torch.float16, device=device), weight)
+
+
+def compile_cases():
+    for name, tokens, parts in (("Q6_K", 1, False), ("Q5_K", 16, True)):
+        bits, width, adds = LAYOUTS[name]
+        rows, columns, low = 4096, 4096, 4
+        words = [torch.empty(rows, columns * each // 16, dtype=torch.int16) for each in (low, bits - low)]
+        scales = torch.empty(rows, columns // width, dtype=torch.float16)
+        weight = Planes(*words, scales, scales if adds else None, columns, bits, width, 0 if adds else 32)
+        x = torch.empty(tokens, columns, dtype=torch.bfloat16)
+        yield lambda x=x, w=weight, p=parts: packed_planes(x, w, parts=p)
+    yield lambda: planes_dense(weight, torch.bfloat16)

@@ -1,0 +1,65 @@
+"""Blocks of GGUF files with codes of three, five or six bits, kept in as many (kernels/packed_planes.py).
+
+Such codes are kept one to a byte (two in a byte where they have three bits) as long as the whole file still takes
+little more memory than it has bytes: kernels read bytes with fewer instructions. A file that is mostly made of them,
+as those called Q5_K_M and Q6_K are, would take a third more; its linear layers and its table keep them in planes. Its
+experts do not.
+
+Before: codes.py, kernels/packed_planes.py.  After: grouped.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..kernels.activation import gated_activation
+from ..kernels.launch import choose
+from ..kernels.norm import rms_norm
+from ..kernels.packed import Packed, packed_dense
+from ..kernels.packed_planes import Planes, in_planes, packed_planes, planes_dense
+from .codes import Scheme
+from .format import Fused
+
+MOST_ROWS = 64  # above, a product takes longer than the reading of its codes
+
+
+def to_planes(codes: list[Tensor], scheme: Scheme, scales: Tensor, zeros: Tensor | None, columns: int) -> Planes:
+    """Put the codes of a layer's parts, [n, K] each, on top of each other.
+
+    Args: scales: [N, G].   zeros: [N, G], what is added; or the middle of all codes; or None, a middle of 0.
+    """
+    middle = 0 if scheme.added else 2 ** (scheme.fine - 1)
+    shift = middle if codes[0].dtype == torch.int8 else 0
+    parts = [in_planes((part + shift).to(torch.uint8), scheme.fine, scheme.width) for part in codes]
+    low, high = (torch.cat(words) for words in zip(*parts, strict=True))
+    added = zeros.to(scales.dtype) if scheme.added else None
+    return Planes(low, high, scales, added, columns, scheme.fine, scheme.width, middle)
+
+
+def product(
+    x: Tensor,
+    layer: Fused,
+    *,
+    norm: tuple[Tensor, float, float] | None = None,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+    parts: bool = False,
+) -> Tensor:
+    """The product on a GPU; arguments as of plain.py. Norm, gate and residual are kernels of their own here."""
+    weight = layer.packed
+    if norm is not None:
+        x = rms_norm(x, norm[0], norm[1], offset=norm[2])
+    shape = {"inputs": layer.inputs, "outputs": layer.outputs, "bits": weight.bits}
+    if x.shape[0] <= choose("planes_product", x, {"PLANES_ROWS": MOST_ROWS}, **shape)["PLANES_ROWS"]:
+        y = packed_planes(x, weight, layer.bias, parts=parts and gate is None and residual is None)
+    else:
+        y = F.linear(x, planes_dense(weight, x.dtype), layer.bias)
+    y = y if gate is None else gated_activation(y, gate)
+    return y if residual is None else y + residual
+
+
+def dense(weight: Packed | Planes, dtype: torch.dtype) -> Tensor:
+    """The numbers of a matrix, however it is packed."""
+    return planes_dense(weight, dtype) if isinstance(weight, Planes) else packed_dense(weight, dtype)
