@@ -34,7 +34,7 @@ def runner(tmp_path):
     sampler = Sampler(4, oracles.VOCAB, 32, torch.device("cpu"))
     made = Runner(model, sampler, LIMITS, Device("cpu"), Recorded(Recorder(), WANTED), adapted)
     made.right = [merged(base, folder) for folder in (adapter, None)]
-    weights = adapted.weights[0].clone()
+    weights = Packed(adapted.weights[0].clone(), ())
     adapted.weights.zero_()  # they come with the step
     made.given = type("Given", (), {"weights": weights})
     yield made

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ def test_files_that_are_no_adapter(base, layers, tmp_path):
         ({key: tensors[key][:, :-1].clone()}, "made for another model"),
         ({"a.lora_magnitude_vector": torch.ones(1)}, "lora_magnitude_vector"),
         ({"a.lora_embedding_A": torch.ones(1)}, "lora_embedding_A"),
+        ({key: tensors[key].int()}, "matrices of I32; read are F32"),
     ):
         save_file(tensors | change, folder / "adapter_model.safetensors")
         refused(message)
@@ -114,3 +116,30 @@ def test_files_that_are_no_adapter(base, layers, tmp_path):
     refused("is a pickle")
     (folder / "adapter_config.json").write_text(json.dumps([]))
     refused("must hold an object")
+
+
+def test_an_adapter_that_is_refused_is_not_read(base, layers, tmp_path):
+    """A rank of 2**20 was read and made float32 first: 2.7 GB. A header of 76 MB stopped the interpreter for 2 s."""
+    config, tensors = write_adapter(tmp_path, base) / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    assert config.is_file()
+    key, rank = "base_model.model.model.layers.0.self_attn.q_proj.lora_", 2**20
+    place = next(place for place in layers if "q_proj" in place.modules[0])
+    inputs, outputs = place.layer.inputs, place.rows(0)
+    a, b = 4 * rank * inputs, 4 * rank * outputs
+    header = {
+        key + "A.weight": {"dtype": "F32", "shape": [rank, inputs], "data_offsets": [0, a]},
+        key + "B.weight": {"dtype": "F32", "shape": [outputs, rank], "data_offsets": [a, a + b]},
+    }
+
+    def refused(head, length, message):
+        with tensors.open("wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            file.truncate(length)  # a file with a hole takes no room
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(CheckpointError, match=message):
+            read_adapter(str(tmp_path), layers, 16)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
+
+    head = json.dumps(header).encode()
+    refused(head, 8 + len(head) + a + b, "rank is 1048576, above the limit of 16")
+    refused(b" " * 80_000_000, 8 + 80_000_000 + 16, "header has 80000000 bytes")

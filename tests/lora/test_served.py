@@ -18,6 +18,7 @@ from tinyserve.device import Device
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.llm import _adapters
 from tinyserve.engine.parts import Parts
+from tinyserve.errors import CheckpointError
 from tinyserve.lora.adapters import LoadedAdapters
 from tinyserve.lora.batch import Adapted, Worn
 from tinyserve.lora.names import places, read_adapter
@@ -287,3 +288,32 @@ def test_what_many_ask_for_is_read_once(made):
     at_once, again = asyncio.run(main())
     assert len(set(at_once)) == 1
     assert again[1] is None and {one.number for one in again if one} == {2}
+
+
+@pytest.mark.parametrize("targets, rank, most", [(("q_proj",), 2, 0.05), (("q_proj", "up_proj"), 8, 0.5)])
+def test_the_host_keeps_what_an_adapter_has(made, tmp_path, targets, rank, most):
+    """Each adapter took what one of all modules at full rank takes: 17.7 MB for SmolLM2, here 20 times too much.
+
+    A place that held a larger one before keeps none of its numbers.
+    """
+    base, large, _ = made("llama")
+    folder = write_adapter(tmp_path / "c", base, targets=targets, rank=rank)
+    model = open_model(base)
+    adapted = dressed(model, [large, folder])
+    _, found = read_adapter(str(folder), adapted.layers, 8)
+    packed = adapted.packed(found)
+    row = adapted.weights[1].clone()
+    packed.unpack(adapted.weights[0])
+
+    assert packed.numbers.nbytes < most * adapted.weights[0].nbytes and row.any()
+    assert torch.equal(adapted.weights[0], row)
+
+
+def test_numbers_that_the_model_cannot_hold_are_refused(made, tmp_path):
+    """1e6 is infinite in float16, and every answer with it was an error."""
+    base, *_ = made("llama")
+    layers = dressed(open_model(base), []).layers
+    adapted = Adapted(layers, 1, 8, torch.device("cpu"))
+    adapted.dtype = torch.float16
+    with pytest.raises(CheckpointError, match="too large for float16"):
+        adapted.packed(read_adapter(str(write_adapter(tmp_path, base, spread=1e6)), layers, 8)[1])

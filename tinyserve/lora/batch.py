@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
+from ..errors import CheckpointError
 from ..kernels.lora import lora_expand, lora_shrink
 from ..quant.format import Fused
 from .adapters import Move
@@ -80,6 +81,31 @@ class _Span:
     b: int
 
 
+@frozen(eq=False)
+class Packed:
+    """One adapter on the host.
+
+    Args:
+        numbers: what it has, or a whole row of the weights: if it has more than half of one, one copy is quicker.
+        pieces: where they belong in a row: (first place, distance of lines, (lines, numbers of a line)); () for a row.
+    """
+
+    numbers: Tensor
+    pieces: tuple[tuple[int, int, tuple[int, int]], ...]
+
+    def unpack(self, row: Tensor) -> None:
+        """Fill a row of the weights, behind all that uses it now."""
+        if not self.pieces:
+            row.copy_(self.numbers, non_blocking=True)
+            return
+        row.zero_()
+        start = 0
+        for at, stride, shape in self.pieces:
+            lines = self.numbers[start : start + shape[0] * shape[1]].view(shape)
+            row.as_strided(shape, (stride, 1), row.storage_offset() + at).copy_(lines, non_blocking=True)
+            start += lines.numel()
+
+
 class Adapted:
     """The adapters of a model.
 
@@ -119,18 +145,30 @@ class Adapted:
         a = weights[:, span.a : span.a + rows * layer.inputs].view(-1, rows, layer.inputs)
         return a, weights[:, span.b : span.b + layer.outputs * rank].view(-1, layer.outputs, rank)
 
-    def packed(self, found: Mapping[str, Pair]) -> Tensor:
-        """One row of the weights, on the host. found: by the base checkpoint's module."""
-        row = torch.zeros(1, self.weights.shape[1], dtype=self.dtype)
+    def packed(self, found: Mapping[str, Pair]) -> Packed:
+        """What an adapter has, on the host. found: by the base checkpoint's module.
+
+        Raises: CheckpointError: its numbers are too large for the type that the model computes in.
+        """
+        parts: list[tuple[int, int, Tensor]] = []  # where in a row; how far lines are apart; the lines
         for span in self._spans:
-            place, (a, b) = span.place, self._matrices(row, span)
+            place, inputs = span.place, span.place.layer.inputs
             for part, module in enumerate(place.modules):
-                pair = found.get(module)
-                if pair is not None:
-                    size = len(pair.a)
-                    a[0, part * self.rank :][:size] = pair.a.to(self.dtype)
-                    b[0, place.layer.rows(part), :size] = place.share(part, pair.b).to(self.dtype)
-        return row[0] if self.weights.is_cpu else row[0].pin_memory()
+                if (pair := found.get(module)) is not None:
+                    parts.append((span.a + part * self.rank * inputs, inputs, pair.a))
+                    rows = place.layer.rows(part)
+                    parts.append((span.b + rows.start * self.rank, self.rank, place.share(part, pair.b)))
+        if 2 * sum(lines.numel() for *_, lines in parts) > self.weights.shape[1]:
+            row = torch.zeros(self.weights.shape[1], dtype=self.dtype)
+            for at, stride, lines in parts:
+                row.as_strided(lines.shape, (stride, 1), at).copy_(lines)
+            packed = Packed(row, ())
+        else:
+            numbers = torch.cat([lines.reshape(-1).to(self.dtype) for *_, lines in parts])
+            packed = Packed(numbers, tuple((at, stride, tuple(lines.shape)) for at, stride, lines in parts))
+        if not packed.numbers.isfinite().all():
+            raise CheckpointError(f"Its numbers are too large for {str(self.dtype).removeprefix('torch.')}.")
+        return packed if self.weights.is_cpu else evolve(packed, numbers=packed.numbers.pin_memory())
 
     def reserve(self, tokens: int) -> None:
         """Make room for steps of so many tokens."""
@@ -139,7 +177,7 @@ class Adapted:
     def apply(self, moves: Sequence[Move]) -> None:
         """Bring adapters to their places, behind all steps launched before."""
         for move in moves:
-            self.weights[move.place].copy_(move.adapter.weights, non_blocking=True)
+            move.adapter.weights.unpack(self.weights[move.place])
 
     def wear(self, adapted: bool, rows: Tensor | None, slots: Tensor) -> None:
         """Begin a step; see DeviceAdapters."""

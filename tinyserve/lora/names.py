@@ -23,7 +23,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ from ..layers.linear import Linear
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_BYTES = 1 << 20
+HEADER_BYTES = (
+    8 << 20
+)  # of the tensors' names; one of 76 MB stopped the interpreter for 2 s, and 2,000 names take 0.3 MB
+FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 # Keys that say how it was trained, or that are read here. Any other one, if it is set, changes what modules compute.
 HARMLESS = {
     *("r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "init_lora_weights", "peft_type"),
@@ -119,26 +124,20 @@ def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, di
     folder = Path(path)
     config = _config(folder)
     _check(config, path)
-    pairs = _paired(_tensors(folder, path), path)
     widths = {module: (place.layer.inputs, place.rows(part)) for place in layers
               for part, module in enumerate(place.modules)}  # fmt: skip
-    _check_names(pairs, widths, path)
-    rank, found, alphas = 0, {}, Alphas(config, path)
-    for module, (a, b) in pairs.items():
-        size = a.shape[0] if a.dim() == 2 else -1
-        inputs, outputs = widths[module]
-        if a.shape != (size, inputs) or b.shape != (outputs, size) or size < 1:
-            raise CheckpointError(
-                f"{path}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but this model needs "
-                f"[r, {inputs}] and [{outputs}, r]: it was made for another model."
-            )
-        rank = max(rank, size)
-        pair = Pair(a.float(), b.float() * alphas.factor(module, size))
-        if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
-            raise CheckpointError(f"{path}: {module} holds, or is multiplied by, numbers that are not finite.")
-        found[module] = pair
-    if rank > max_rank:
-        raise CheckpointError(f"{path}: its rank is {rank}, above the limit of {max_rank} (--max-lora-rank).")
+    found, alphas = {}, Alphas(config, path)
+    with _opened(folder, path) as stored:
+        pairs = _paired(stored, path)
+        _check_names(pairs, widths, path)
+        rank = _rank(pairs, widths, path)
+        if rank > max_rank:
+            raise CheckpointError(f"{path}: its rank is {rank}, above the limit of {max_rank} (--max-lora-rank).")
+        for module, (a, b) in pairs.items():
+            pair = Pair(a.read(), b.read() * alphas.factor(module, a.shape[0]))
+            if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
+                raise CheckpointError(f"{path}: {module} holds, or is multiplied by, numbers that are not finite.")
+            found[module] = pair
     return rank, found
 
 
@@ -180,7 +179,9 @@ def _check(config: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _tensors(folder: Path, path: str) -> dict[str, Tensor]:
+@contextmanager
+def _opened(folder: Path, path: str) -> Iterator[dict[str, _Half]]:
+    """The tensors of an adapter by name, none of them read."""
     file = folder / TENSORS
     if not file.is_file():
         pickle = " adapter_model.bin is a pickle, which may run any code when it is opened, so it is not read."
@@ -188,16 +189,34 @@ def _tensors(folder: Path, path: str) -> dict[str, Tensor]:
             f"{path}: there is no {TENSORS}.{pickle if (folder / 'adapter_model.bin').exists() else ''}"
         )
     try:
+        with file.open("rb") as begin:
+            header = int.from_bytes(begin.read(8), "little")
+        if HEADER_BYTES < header < file.stat().st_size:
+            raise CheckpointError(f"{file}: its header has {header} bytes; at most {HEADER_BYTES} are read.")
         with safe_open(file, framework="pt", device="cpu") as opened:
             names = opened.keys()
-            return {name: opened.get_tensor(name) for name in names}
+            yield {name: _Half.of(name, opened) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: not a safetensors file, or damaged: {error}.") from error
 
 
-def _paired(tensors: Mapping[str, Tensor], path: str) -> dict[str, tuple[Tensor, Tensor]]:
+@frozen(eq=False)
+class _Half:
+    """An A or a B as it is stored."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, name: str, opened: Any) -> _Half:
+        piece = opened.get_slice(name)
+        return cls(tuple(piece.get_shape()), piece.get_dtype(), lambda: opened.get_tensor(name).float())
+
+
+def _paired(tensors: Mapping[str, _Half], path: str) -> dict[str, tuple[_Half, _Half]]:
     """A and B by the module's name in the base checkpoint."""
-    halves: dict[str, dict[str, Tensor]] = {}
+    halves: dict[str, dict[str, _Half]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
@@ -206,8 +225,8 @@ def _paired(tensors: Mapping[str, Tensor], path: str) -> dict[str, tuple[Tensor,
     for module, pair in halves.items():
         if len(pair) < 2:
             raise CheckpointError(f"{path}: {module} has only lora_{min(pair)}.")
-        if not all(half.is_floating_point() for half in pair.values()):
-            raise CheckpointError(f"{path}: {module} has matrices of integers.")
+        if other := {half.dtype for half in pair.values()}.difference(FLOATS):
+            raise CheckpointError(f"{path}: {module} has matrices of {min(other)}; read are {', '.join(FLOATS)}.")
     if not halves:
         raise CheckpointError(f"{path}: {TENSORS} holds no tensors.")
     return {_text_only(module): (pair["A"], pair["B"]) for module, pair in halves.items()}
@@ -229,6 +248,19 @@ def _check_names(found: Mapping[str, Any], known: Mapping[str, Any], path: str) 
         f"{' ...' if len(strange) > 3 else ''}. Expected: {', '.join(sorted(known)[:3])} ... (no embeddings, heads and "
         "experts)."
     )
+
+
+def _rank(pairs: Mapping[str, tuple[_Half, _Half]], widths: Mapping[str, tuple[int, int]], path: str) -> int:
+    """The largest rank of an adapter whose matrices are of the model's sizes."""
+    for module, (a, b) in pairs.items():
+        size = a.shape[0] if len(a.shape) == 2 else -1
+        inputs, outputs = widths[module]
+        if a.shape != (size, inputs) or b.shape != (outputs, size) or size < 1:
+            raise CheckpointError(
+                f"{path}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but this model needs "
+                f"[r, {inputs}] and [{outputs}, r]: it was made for another model."
+            )
+    return max(a.shape[0] for a, _ in pairs.values())
 
 
 class Alphas:
