@@ -71,6 +71,36 @@ def test_a_long_queue_for_adapters_without_a_place_is_looked_at_once_for_each():
     assert len(looks) == 2 and lab.scheduler.num_running == 1
 
 
+@pytest.mark.parametrize(("places", "most"), [(1, 4), (2, 3)])
+def test_an_adapter_gets_its_place_however_much_others_are_asked_for(places, most):
+    """One step in which the places' adapters have nothing running, and one request of another: it ran after all others,
+    however many came. It now waits for as many as may run together, and what they take to end."""
+    known, *kinds = three(places)
+    lab = Lab(adapters=known, blocks=200, max_num_seqs=most)
+    late = None
+    for number in range(80):
+        plain = request(f"r{number}", prompt=(number, 1), max_tokens=5)
+        lab.add(evolve(plain, adapter=kinds[number % places]))
+        if number == 6:
+            late = lab.add(evolve(request("late", prompt=(900, 1), max_tokens=5), adapter=kinds[-1]))
+            base = lab.add(request("base", prompt=(901, 1), max_tokens=5))
+        lab.step()
+    order = [one for one, answer in lab.answers.items() if answer.reason is not None]
+    assert lab.answers[late.id].reason is not None and lab.answers[base.id].reason is not None, order
+    lab.run()
+    assert len(lab.answers) == 82
+
+
+def test_two_adapters_that_share_a_place_take_turns_by_the_batch():
+    """100 requests that alternate between two adapters: 4 at a time, where strict order would run each alone."""
+    known, a, b, _ = three(1)
+    lab = Lab(adapters=known, blocks=200, max_num_seqs=4)
+    for number in range(100):
+        lab.add(evolve(request(f"r{number}", prompt=(number, 1), max_tokens=4), adapter=(a, b)[number % 2]))
+    lab.run()
+    assert lab.scheduler._steps < 100 / 4 * 5 * 1.5
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("depth", "blocks"), [(1, 60), (2, 9)])
 def test_in_any_schedule_each_row_computes_with_its_own_adapter(seed, depth, blocks):

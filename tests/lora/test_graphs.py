@@ -11,6 +11,7 @@ from tinyserve.device import Device
 from tinyserve.kv.groups import group_layers
 from tinyserve.kv.storage import allocate
 from tinyserve.lora.adapters import Move
+from tinyserve.lora.batch import Packed
 from tinyserve.runner.batch import Shape
 from tinyserve.runner.graphs import Recorded, Wanted
 from tinyserve.runner.runner import Limits, Runner

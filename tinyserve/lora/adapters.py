@@ -8,6 +8,10 @@ another under its name, ends when the last request that began with it does; and 
 cache, is never given twice. A place goes to the adapter that was admitted longest ago and has no running request; what
 must be copied to the device is told with the step that needs it, as steps run in order.
 
+A request whose adapter has no place is passed by later ones whose adapters have, as one of a kind alone would waste a
+step; but only by as many as may run together, and then they wait for it. So two adapters that share a place take turns
+by the batch, and neither waits for as long as the other is asked for.
+
 Before: request.py (Request.adapter), names.py (reads weights).  After: scheduling/scheduler.py (asks when a request
 arrives and is admitted), batch.py (the places on the device), engine/adapters.py (loads by name).
 """
@@ -15,7 +19,7 @@ arrives and is admitted), batch.py (the places on the device), engine/adapters.p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from attrs import field, frozen
@@ -53,6 +57,16 @@ class Move:
     adapter: Adapter
 
 
+class Turn(Protocol):
+    """Who may enter in one step; asked in the order of the queue."""
+
+    def fits(self, request: Any) -> bool:
+        """Whether this request may run beside those that run."""
+
+    def entered(self, request: Any) -> None:
+        """It runs from now on."""
+
+
 class Adapters(Protocol):
     """What the scheduler asks about adapters."""
 
@@ -62,14 +76,24 @@ class Adapters(Protocol):
         Raises: UnknownModel: no such adapter can be used here.
         """
 
-    def fits(self, adapter: Any, active: Iterable[Any]) -> bool:
-        """Whether a request with this adapter may run beside those with the `active` ones (None: the base model)."""
+    def turn(self, active: Callable[[], Iterable[Any]], patience: int) -> Turn:
+        """Begin to admit. active: tells the adapters of what runs.   patience: how many may pass one that waits."""
 
     def place(self, adapter: Any, active: Iterable[Any]) -> int:
         """Return where an adapter that fits has its weights from now on: its place + 1, or 0 for the base model."""
 
     def moves(self) -> tuple[Any, ...]:
         """Return what changed since the last call, to be told with the step that is planned."""
+
+
+class EveryTurn:
+    """Nobody waits for an adapter."""
+
+    def fits(self, request: Any) -> bool:
+        return True
+
+    def entered(self, request: Any) -> None:
+        """Nothing to count."""
 
 
 class NoAdapters:
@@ -80,8 +104,8 @@ class NoAdapters:
             raise UnknownModel(str(getattr(adapter, "name", adapter)), ())
         return ""
 
-    def fits(self, adapter: Any, active: Iterable[Any]) -> bool:
-        return True
+    def turn(self, active: Callable[[], Iterable[Any]], patience: int) -> EveryTurn:
+        return EveryTurn()
 
     def place(self, adapter: Any, active: Iterable[Any]) -> int:
         return 0
@@ -103,6 +127,7 @@ class LoadedAdapters:
         self._placed: dict[Adapter, int] = {}  # in the order of their last admission
         self._free = list(reversed(range(places)))
         self._moves: list[Move] = []
+        self.passed: tuple[Any, int] = (None, 0)  # the first request without a place, and how many have passed it
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
@@ -130,6 +155,9 @@ class LoadedAdapters:
     def fits(self, adapter: Adapter | None, active: Iterable[Adapter | None]) -> bool:
         return adapter is None or len({adapter, *active} - {None}) <= self.num_places
 
+    def turn(self, active: Callable[[], Iterable[Adapter | None]], patience: int) -> _Turn:
+        return _Turn(self, active, patience)
+
     def place(self, adapter: Adapter | None, active: Iterable[Adapter | None]) -> int:
         if adapter is None:
             return 0
@@ -148,3 +176,34 @@ class LoadedAdapters:
     def moves(self) -> tuple[Move, ...]:
         moves, self._moves = tuple(self._moves), []
         return moves
+
+
+class _Turn:
+    """Lets requests in as there are places, and behind one that has waited long enough only those without adapters."""
+
+    def __init__(self, known: LoadedAdapters, active: Callable[[], Iterable[Adapter | None]], patience: int) -> None:
+        self._known = known
+        self._active = active
+        self._patience = patience
+        self._unfit: set[Adapter] = set()  # who is let in meanwhile makes no room for them
+        self._first: Any = None  # request that does not fit
+
+    def fits(self, request: Any) -> bool:
+        adapter = request.adapter
+        if adapter is None:
+            return True
+        if self._first is not None and self._known.passed[1] >= self._patience:
+            return False
+        if adapter not in self._unfit and not self._known.fits(adapter, self._active()):
+            self._unfit.add(adapter)
+        if adapter not in self._unfit:
+            return True
+        if self._first is None:
+            self._first = request
+            if self._known.passed[0] is not request:
+                self._known.passed = request, 0
+        return False
+
+    def entered(self, request: Any) -> None:
+        if request.adapter is not None and self._first is not None:
+            self._known.passed = self._first, self._known.passed[1] + 1

@@ -274,20 +274,19 @@ class Scheduler:
         beginning is being computed for another (n answers to one prompt compute it once).
         """
         waiting, tenants, options = self._waiting, self._tenants, self._options
-        index, unfit = 0, set()  # adapters without a place; who is let in meanwhile makes no room for them
+        index, turn = 0, self._adapters.turn(self._active, options.max_num_seqs)
         while index < len(waiting) and step.left > 0:
             seq = waiting[index]
             if len(tenants.running) >= options.max_num_seqs or not tenants.rows.num_free or seq.slot is not None:
                 return
-            adapter = seq.request.adapter
-            if adapter not in unfit and not self._adapters.fits(adapter, self._active()):
-                unfit.add(adapter)
-            if adapter in unfit or not seq.constraint.ready:
+            if not turn.fits(seq.request) or not seq.constraint.ready:
                 index += 1
                 continue
             admission = self._admit(seq, step)
             if admission is None:
                 return
+            if admission.count:
+                turn.entered(seq.request)
             index += not admission.count
 
     def _active(self) -> Iterator[Any]:
