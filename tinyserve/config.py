@@ -111,6 +111,7 @@ class LoraOptions:
     enable_lora: bool = option(False, "serve LoRA adapters beside the model")
     lora_modules: tuple[str, ...] = option((), "adapters to begin with: name=folder, or JSON with name and path")
     max_loras: int = option(1, "different adapters that may run at the same time", low=1, high=256)
+    max_cpu_loras: int | None = option(None, "adapters that may be loaded at the same time [any number]", low=1)
     max_lora_rank: int = option(16, "largest rank of an adapter; all get memory for it", low=1, high=512)
 
 
@@ -205,7 +206,10 @@ class EngineConfig:
              f"--max-num-batched-tokens ({s.max_num_batched_tokens}) must be at least "
              f"--max-num-seqs ({s.max_num_seqs}): each running sequence computes a token a step."),
             (not self.lora.enable_lora and self.lora != LoraOptions(),
-             "--lora-modules, --max-loras and --max-lora-rank need --enable-lora."),
+             "--lora-modules, --max-loras, --max-cpu-loras and --max-lora-rank need --enable-lora."),
+            ((self.lora.max_cpu_loras or 2**63) < max(self.lora.max_loras, len(self.lora.lora_modules)),
+             f"--max-cpu-loras ({self.lora.max_cpu_loras}) must be at least --max-loras ({self.lora.max_loras}) and "
+             f"the number of --lora-modules ({len(self.lora.lora_modules)})."),
             (not all("=" in each.strip(" =") or each.lstrip().startswith("{") for each in self.lora.lora_modules),
              "--lora-modules: each must be name=folder, or JSON with name and path."),
             (self.lora.enable_lora and self.runner.batch_invariant,
@@ -257,7 +261,7 @@ NOT_YET = {
     "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",
     "enable_expert_parallel": "-ep", "decode_context_parallel_size": "-dcp", "enable_eplb": None,
     "distributed_executor_backend": None, "nnodes": None, "node_rank": None, "master_addr": None, "headless": None,
-    "max_cpu_loras": None, "lora_dtype": None, "fully_sharded_loras": None, "default_mm_loras": None,
+    "lora_dtype": None, "fully_sharded_loras": None, "default_mm_loras": None,
     "speculative_config": "-sc", "spec_method": None, "spec_model": None, "spec_tokens": None,
     "structured_outputs_config": None, "guided_decoding_backend": None, "limit_mm_per_prompt": None,
     "mm_processor_kwargs": None, "kv_offloading_size": None, "cpu_offload_gb": None, "swap_space": None,

@@ -18,7 +18,7 @@ from tinyserve.device import Device
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.llm import _adapters
 from tinyserve.engine.parts import Parts
-from tinyserve.errors import CheckpointError
+from tinyserve.errors import CheckpointError, ConfigError, RequestError
 from tinyserve.lora.adapters import LoadedAdapters
 from tinyserve.lora.batch import Adapted, Worn
 from tinyserve.lora.names import places, read_adapter
@@ -317,3 +317,34 @@ def test_numbers_that_the_model_cannot_hold_are_refused(made, tmp_path):
     adapted.dtype = torch.float16
     with pytest.raises(CheckpointError, match="too large for float16"):
         adapted.packed(read_adapter(str(write_adapter(tmp_path, base, spread=1e6)), layers, 8)[1])
+
+
+def test_no_more_adapters_are_loaded_than_allowed(made):
+    """A third of two is refused, and one that replaces another is not; a LoRARequest has the one that was asked for
+    longest ago forgotten. Their memory had no bound."""
+    base, first, _ = made("llama")
+
+    async def main():
+        engine = await start(open_model(base), num_gpu_blocks_override=80, max_cpu_loras=2)
+        desk = engine.adapters
+        try:
+            await desk.load("a", str(first))
+            await desk.load("b", str(first))
+            with pytest.raises(RequestError, match="--max-cpu-loras allows"):
+                await desk.load("c", str(first))
+            await desk.load("b", str(first), replace=True)
+            desk.unload("a")
+            found = []
+            for name in "cdcec":
+                await desk.of(LoRARequest(name, 1, str(first)))
+                found.append("".join(one.name for one in desk.loaded))
+            return found
+        finally:
+            await engine.close()
+
+    assert asyncio.run(main()) == ["bc", "bd", "bc", "be", "bc"]
+
+
+def test_the_limit_of_adapters_holds_those_of_the_command_line():
+    with pytest.raises(ConfigError, match=r"--max-cpu-loras \(1\) must be at least --max-loras \(2\)"):
+        build({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 1})

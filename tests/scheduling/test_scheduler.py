@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from tinyserve.errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError, UnknownModel
-from tinyserve.lora.adapters import NoAdapters
+from tinyserve.lora.adapters import LoadedAdapters
 from tinyserve.request import Constraint, FinishReason
 from tinyserve.step import RowParams, SliceOutput, StepOutput
 
@@ -751,16 +751,11 @@ class TestFeaturesThatAreOff:
         assert lab.run()["a"].tokens == lab.right(made) == slow.seen
 
     def test_adapters_limit_which_requests_run_together(self):
-        class One(NoAdapters):
-            def identity(self, name):
-                return name or ""
-
-            def fits(self, name, active):
-                return name is None or {name, *active} - {None} == {name}
-
-        lab = Lab(adapters=One(), max_num_batched_tokens=100)
+        known = LoadedAdapters(1)
+        x, y = (known.load(name, "", 8, None) for name in "xy")
+        lab = Lab(adapters=known, max_num_batched_tokens=100)
         plain = request("a", max_tokens=2)
-        for name, adapter in (("a", "x"), ("b", "y"), ("c", "x"), ("d", None)):
+        for name, adapter in (("a", x), ("b", y), ("c", x), ("d", None)):
             lab.add(type(plain)(id=name, prompt_ids=(5, 6, 7), sampling=plain.sampling, adapter=adapter))
 
         assert [update.request_id for update in lab.step()] == ["a", "c", "d"]

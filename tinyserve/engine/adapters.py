@@ -67,14 +67,17 @@ class Desk(NoDesk):
         known: what the scheduler sees of them.
         read: gives the rank and the packed weights of a folder; takes seconds.
         served: names of the model itself, which no adapter may have.
+        most: adapters that may be loaded; None: any number.
     """
 
     known: LoadedAdapters
 
-    def __init__(self, known: LoadedAdapters, read: Read, served: Sequence[str]) -> None:
+    def __init__(self, known: LoadedAdapters, read: Read, served: Sequence[str], most: int | None = None) -> None:
         self.known = known
         self._read = read
         self._served = served
+        self._most = most
+        self._asked: dict[str, None] = {}  # names that LoRARequests had, the last one last
         self._usage = Usage(known.num_places)
         self._turn = asyncio.Lock()  # of who asks for an adapter that may have to be read
 
@@ -124,6 +127,9 @@ class Desk(NoDesk):
             return None
         async with self._turn:  # of several that ask for the same one at once, the first reads it
             found = self.find(asked.lora_name)
+            self._asked.pop(asked.lora_name, None)
+            self._make_room(asked.lora_name)
+            self._asked[asked.lora_name] = None
             if found is not None and not asked.load_inplace and found.path == asked.lora_path:
                 return found
             return await self.load(asked.lora_name, asked.lora_path, replace=asked.load_inplace)
@@ -140,6 +146,18 @@ class Desk(NoDesk):
             sorted({one.adapter for one in found if one.running is running} - {""}) for running in (False, True)
         )
 
+    def _make_room(self, name: str) -> None:
+        """Forget what LoRARequests asked for longest ago; they say the folder, so it can be read again."""
+        while self._asked and self._is_full(name):
+            oldest = next(iter(self._asked))
+            del self._asked[oldest]
+            if self.find(oldest) is not None:
+                self.unload(oldest)
+
+    def _is_full(self, name: str) -> bool:
+        """Whether there is no room for one of this name."""
+        return self._most is not None and self.find(name) is None and len(self.loaded) >= self._most
+
     def _loaded(self, name: str, path: str, rank: int, weights: Any) -> Adapter:
         _log.info("adapter %s loaded from %r: rank %d", name, path, rank)
         return self.known.load(name, path, rank, weights)
@@ -149,6 +167,11 @@ class Desk(NoDesk):
             raise RequestError("lora_name must have 1 to 256 printable characters, no commas.", param="lora_name")
         if name in self._served:
             raise RequestError(f"{name!r} is a name of the model itself.", param="lora_name")
+        if self._is_full(name):
+            raise RequestError(
+                f"{len(self.loaded)} adapters are loaded, as many as --max-cpu-loras allows. Unload one first.",
+                param="lora_name",
+            )
         if self.find(name) is not None and not replace:
             raise RequestError(
                 f"The adapter {name!r} is loaded already. Unload it first, or set load_inplace.", param="lora_name"

@@ -228,7 +228,8 @@ def _adapters(config: EngineConfig, parts: Parts, device: Any) -> tuple[Any, Any
         rank, found = read_adapter(path, layers, most)
         return rank, adapted.packed(found)
 
-    return Desk(LoadedAdapters(config.lora.max_loras), read, parts.served_names), adapted
+    known = LoadedAdapters(config.lora.max_loras)
+    return Desk(known, read, parts.served_names, config.lora.max_cpu_loras), adapted
 
 
 def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapted: Any) -> Any:
