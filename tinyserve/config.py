@@ -152,7 +152,6 @@ class ServerOptions:
     reasoning_parser: str | None = option(None, "how thoughts are read: a name, none, or module:NAME [by template]")
     enable_auto_tool_choice: bool = option(True, "let models decide to call tools; no: such requests are refused")
     exclude_tools_when_tool_choice_none: bool = option(True, "hide tools from the template with tool_choice none")
-    response_role: str = option("assistant", "role written in chat answers")
     enable_request_id_headers: bool = option(False, "repeat or make up an X-Request-Id in each answer")
     enable_prompt_tokens_details: bool = option(False, "report cached prompt tokens in usage")
     enable_force_include_usage: bool = option(False, "send usage in every stream")
@@ -280,6 +279,7 @@ INSTEAD = {
     "disable_uvicorn_access_log": "not needed: there is no such log.",
     "enable_server_load_tracking": "not needed: /load is always there.",
     "hf_config_path": "say --hf-overrides for what differs.",
+    "response_role": "answers have the role assistant, which is what clients look for.",
     "ssl_ciphers": "Python's own list is used.",
     "uvicorn_log_level": "say --log-level.",
 }

@@ -98,7 +98,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     )
     sampling = readings.prepared(sampling)
     beam = with_form(beam, sampling)
-    role = options.response_role if template["add_generation_prompt"] else str(messages[-1].get("role"))
+    role = "assistant" if template["add_generation_prompt"] else str(messages[-1].get("role"))
     shape = Shape(
         role=role,
         echo=_echo(fields, messages, role),
