@@ -186,7 +186,7 @@ def test_nobody_waits_for_masks_where_steps_are_launched(make):
     warm_up(runner)
     runner.launch_aside()
     bits = [Future(), Future()]
-    behind, alone = (Masks([(0, None)], lambda _, future=future: future) for future in bits)
+    behind, alone = (Masks([(0, None)], lambda *_, future=future: future) for future in bits)
     opened = (SlotOpening(0, 3, (1, 2, 3), RowParams(temperature=0.0)),)
     runner.launch(StepInput(step_id=0, opened=opened, slices=(SeqSlice(0, 0, 3),))).landing.result(10)
 
@@ -199,6 +199,27 @@ def test_nobody_waits_for_masks_where_steps_are_launched(make):
     assert not second.done()
     bits[1].set_result(only(4))
     assert second.result(10).slices[0].tokens == (4,)
+
+
+def test_with_masks_that_are_there_the_choice_is_launched_by_who_brings_them(make):
+    """No other thread has to be woken: 1 choice behind a forward, in the thread that asked for the masks."""
+    runner = make(Recorded(Recorder(), WANTED))
+    runner._hands = Hands()
+    runner._is_quick = lambda step: True
+    warm_up(runner)
+    runner.launch_aside()
+    threads, finish = [], runner._finish
+    runner._finish = lambda begun: threads.append(threading.get_ident()) or finish(begun)
+    there = Future()
+    there.set_result(only(9))
+    masks = Masks([(0, None)], lambda *_: there)
+    opened = (SlotOpening(0, 3, (1, 2, 3), RowParams(temperature=0.0)),)
+    runner.launch(StepInput(step_id=0, opened=opened, slices=(SeqSlice(0, 0, 3),))).landing.result(10)
+    flight = runner.launch(StepInput(step_id=1, slices=(SeqSlice(0, 3, 1),), masks=masks)).landing
+    assert len(threads) == 1 and not flight.done()
+    masks.begin(waited=True)
+    assert threads[1:] == [threading.get_ident()]
+    assert flight.result(10).slices[0].tokens == (9,)
 
 
 def only(token):

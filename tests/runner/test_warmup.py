@@ -8,6 +8,7 @@ import json
 import random
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve
@@ -100,16 +101,32 @@ def traffic():
         yield [(draw.choice((1, 2, 6, 14, 20)), draw.choice(KINDS)) for _ in range(count)]
 
 
+class AnyToken:
+    """Masks of a grammar, of a tokenizer with fewer words than the model has logits."""
+
+    begun = there = True
+
+    def __init__(self, slots, width):
+        self.slots, self.width = slots, width
+
+    def result(self):
+        return np.full((len(self.slots), self.width), -1, dtype=np.int32)
+
+
 def run(runner, rows):
-    """All prompts in a step (the second half of a long one in another, beside a decode), then a decode."""
+    """All prompts in a step (the second half of a long one in another, beside a decode), then two decodes, of which the
+    second is held to grammars."""
     opened = tuple(SlotOpening(slot, length, (0,) * length, kind) for slot, (length, kind) in enumerate(rows))
     first = [SeqSlice(s, 0, n if n < 8 else n // 2, (), n < 8) for s, (n, _) in enumerate(rows)]
     second = [SeqSlice(p.slot, p.end, 1 if p.samples else rows[p.slot][0] - p.end) for p in first]
     third = [SeqSlice(piece.slot, piece.end, 1) for piece in second]
+    fourth = [SeqSlice(piece.slot, piece.end, 1) for piece in third]
     closed = tuple(range(len(rows)))
     for slices in (first, second, third):
         runner.launch(StepInput(step_id=0, opened=opened, slices=tuple(slices)))
         opened = ()
+    masks = AnyToken(closed, 144 + len(rows) % 8)
+    runner.launch(StepInput(step_id=0, slices=tuple(fourth), masks=masks))
     runner.launch(StepInput(step_id=0, closed=closed))
 
 

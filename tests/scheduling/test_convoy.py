@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from tinyserve.errors import RequestError
 from tinyserve.grammar.mask import Masks
 from tinyserve.grammar.matcher import UNCONSTRAINED, Unconstrained
 from tinyserve.scheduling.convoy import Convoy, Grown
@@ -36,7 +37,7 @@ def told(lab):
     while lab.scheduler.has_work:
         while len(lab.flying) < lab.depth and (step := lab.plan()):
             found.append((tuple(step.slices), step.opened, step.closed, step.edits))
-        found.append([update._replace(logprobs=None, started=0.0) for update in lab.commit()])
+        found.append([update._replace(logprobs=None, started=0.0, error=str(update.error)) for update in lab.commit()])
     return found
 
 
@@ -57,6 +58,47 @@ def test_together_or_alone_the_same_steps_and_updates(depth, options, monkeypatc
             assert told(together) == told(alone)
 
     assert sum(landed) > 20, "hardly a step was booked together"
+
+
+class Counted(Unconstrained):
+    """A grammar that only counts: it ends, or fails, with its n-th token."""
+
+    masks = True
+
+    def __init__(self, ends, fails):
+        self.ends, self.fails = ends, fails
+        self.told = []
+
+    def advance(self, token):
+        self.told.append(token)
+        self.ended = len(self.told) == self.ends
+        self.error = RequestError("no way on") if len(self.told) == self.fails else None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"blocks": 24}, {"caching": False, "max_num_seqs": 6}])
+def test_grammars_go_together_as_they_go_alone(depth, options):
+    """6 requests, 4 of them in grammars that end or fail after 3..30 tokens: every step and update equal, and each
+    grammar hears each token of its answer once. Breaks by tokens after the end, or an answer that never ends."""
+    columns = 0
+    for seed in range(6):
+        heard = []
+        for drafter in (None, Alone()):
+            lab, draw, grammars = Lab(depth=depth, drafter=drafter, **options), random.Random(seed), {}
+            lab.seed = seed
+            kinds = {f"r{i}": Counted(draw.randrange(3, 30), draw.choice([0, draw.randrange(3, 30)])) for i in range(4)}
+            grammars |= kinds
+            lab.scheduler._constrain = lambda made, grammars=grammars: grammars.get(made.id, UNCONSTRAINED)
+            lab.scheduler._make_masks = lambda rows: Masks(rows, lambda matchers, waited: Future())
+            heard.append(told(lab))
+            for name, grammar in grammars.items():
+                answer = lab.answers[name]
+                assert grammar.told[: len(answer.tokens)] == answer.tokens, name
+                assert len(answer.tokens) <= grammar.ends and answer.reason is not None, name
+            columns += sum(isinstance(step.slices, Decodes) and step.masks is not None for step in lab.runner.steps)
+
+        assert heard[0] == heard[1]
+    assert columns > 50, "hardly a step with a grammar was booked together"
 
 
 def test_a_convoy_costs_nothing_a_sequence_until_something_happens():
@@ -97,7 +139,7 @@ def test_masks_behind_a_convoy_begin_when_its_last_step_has_landed(flying):
     """Breaks by waiting for ever: a step with a grammar was launched behind one of a convoy, which begins it."""
     lab = Lab(depth=flying + 1)
     lab.scheduler._constrain = lambda made: Narrowed() if made.id == "c" else UNCONSTRAINED
-    lab.scheduler._make_masks = lambda rows: Masks(rows, lambda matchers: Future())
+    lab.scheduler._make_masks = lambda rows: Masks(rows, lambda matchers, waited: Future())
     for name in "ab":
         lab.add(name, prompt=3, max_tokens=40)
     for _ in range(4):

@@ -137,7 +137,7 @@ def assemble(
             warm_up(runner)
     _log.info("%s", plan.report())
     with phases("scheduler"):
-        words = _words(parts)
+        words = _words(parts, device)
         cache, scheduler = _scheduler(config, plan, groups, words, desk.known, runner.limits.rows)
     for module in config.lora.lora_modules:
         with phases("adapters"):
@@ -170,8 +170,10 @@ def _prepare(runner: Any, phases: Phases, foundry: Compilers | None) -> Any:
         return Needs(step=step, graphs=graph_bytes(runner))
 
 
-def _words(parts: Parts) -> dict[str, Any]:
+def _words(parts: Parts, device: Any) -> dict[str, Any]:
     """What holds answers to grammars, each with threads of its own: grammars, masks."""
+    import torch
+
     from ..grammar.compile import Grammars
     from ..grammar.mask import MaskPool
     from ..runner.workers import Workers
@@ -179,7 +181,11 @@ def _words(parts: Parts) -> dict[str, Any]:
     ends = parts.eos_ids | parts.extra_eos_ids
     quick, slow = Workers("tinyserve-grammar"), Workers("tinyserve-slow-grammar")
     grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, quick=quick, slow=slow)
-    return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"))}
+
+    def memory(rows: int, width: int) -> Any:
+        return device.host_buffer(rows, width, dtype=torch.int32).numpy()
+
+    return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"), memory)}
 
 
 def _scheduler(

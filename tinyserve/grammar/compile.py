@@ -29,6 +29,7 @@ from .trial import TooMuch, Trial, limits
 
 CACHED = 512  # grammars
 CACHED_BYTES = 512 * 2**20
+KNOWN, KNOWN_CHARACTERS = 1024, 256  # texts whose ids are kept, and their length
 WAIT_SECONDS = 20.0  # a request waits no longer for its grammar
 QUICK_SECONDS, SECONDS = 0.3, 3.0  # of one core, that a grammar may take at first, and in the thread for slow ones
 
@@ -199,11 +200,19 @@ class _Vocabulary:
         self.special_token_ids = sorted(tokenizer.special_ids)
         self.eos_token_id = end_ids[0] if end_ids else 0
         self._encode = tokenizer.encode
+        self._known: dict[str, list[int]] = {}  # short texts, which are asked for again in each answer
 
     def __call__(self, text: Any) -> list[int]:
         if not isinstance(text, str):
             raise TypeError("texts only")
-        return self._encode(text, add_special_tokens=False)
+        found = self._known.get(text)
+        if found is None:
+            found = self._encode(text, add_special_tokens=False)
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            if len(text) <= KNOWN_CHARACTERS:
+                self._known[text] = found
+        return found
 
 
 def _words(tokenizer: Tokens, vocab_size: int, end_ids: list[int]) -> Words:

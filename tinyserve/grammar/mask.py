@@ -1,4 +1,9 @@
-"""The masks of a step: one row of bits for each constrained sequence, computed in threads while the forward runs.
+"""The masks of a step: one row of bits for each constrained sequence, computed while the forward runs.
+
+The tokens of step k come home while the forward of k+1 runs; then its masks are computed, which take 0.2 ms for 64 rows
+on 16 cores. Threads of Python that all want something hand the interpreter over at every launch of a kernel, and wait
+for it as long each time, so the loop itself computes them, and launches the choice. Grammars that take longer have a
+thread, so that the loop serves others meanwhile.
 
 Before: matcher.py.  After: engine/engine.py (starts them), runner/runner.py (takes them when it samples).
 """
@@ -15,8 +20,14 @@ from llguidance import LLExecutor
 from .compile import Threads
 from .matcher import Matcher
 
+LOOP_SECONDS = 1e-3  # masks of a step that take longer are computed in the thread
+ASIDE = 15  # steps, until it is tried again whether they take less
 SLOW_SECONDS = 0.03  # masks of a step that take longer are watched
 WATCHED = 16  # steps, in which each row is computed alone, and its time is its own
+
+
+def _plain(rows: int, width: int) -> np.ndarray:
+    return np.empty((rows, width), dtype=np.int32)
 
 
 class Masks:
@@ -26,7 +37,7 @@ class Masks:
     """
 
     def __init__(
-        self, rows: Sequence[tuple[int, Matcher]], start: Callable[[Sequence[Matcher]], Future[np.ndarray]]
+        self, rows: Sequence[tuple[int, Matcher]], start: Callable[[Sequence[Matcher], bool], Future[np.ndarray]]
     ) -> None:
         self.slots = tuple(slot for slot, _ in rows)
         self._matchers = [matcher for _, matcher in rows]
@@ -39,10 +50,18 @@ class Masks:
         """Whether they are computed, or on their way."""
         return self._future is not None
 
-    def begin(self) -> None:
-        """Compute them: every token before the step is known. No matcher may change until they are there."""
+    @property
+    def there(self) -> bool:
+        """Whether `result` does not wait."""
+        return self._future is not None and self._future.done()
+
+    def begin(self, *, waited: bool = False) -> None:
+        """Compute them: every token before the step is known. No matcher may change until they are there.
+
+        waited: the device may wait for them by now: they are there afterwards, unless they take long.
+        """
         if self._future is None:
-            self._future = self._start(self._matchers)
+            self._future = self._start(self._matchers, waited)
             if self._waiting is not None:
                 self._waiting()
 
@@ -56,41 +75,65 @@ class Masks:
 
 
 class MaskPool:
-    """Threads that compute masks.
+    """Computes masks, of one step at a time.
 
-    Args: thread: one that takes the steps in turn; the library has more, for the rows of a step.
+    Args:
+        thread: one that takes the steps in turn; the library has more, for the rows of a step.
+        memory: makes a buffer [R, W] int32 that the device reads well.
     Attributes: seconds, rows: spent, and masks computed, so far.
     """
 
-    def __init__(self, thread: Threads) -> None:
+    def __init__(self, thread: Threads, memory: Callable[[int, int], np.ndarray] = _plain) -> None:
         self._executor: LLExecutor | None = None
         self._thread = thread
+        self._memory = memory
+        self._buffers: list[np.ndarray] = []  # in turn: one may still be read when the next is written
         self._watched = 0  # steps to come
+        self._aside = 0  # steps to come
         self.seconds = 0.0
         self.rows = 0
 
     def masks(self, rows: Sequence[tuple[int, Matcher]]) -> Masks:
         """The masks of these (slot, matcher) rows, not begun yet."""
-        return Masks(rows, lambda matchers: self._thread.submit(self._compute, matchers))
+        return Masks(rows, self._begin)
 
     def close(self) -> None:
         """End the threads."""
         self._thread.close(wait=False)
 
+    def _begin(self, matchers: Sequence[Matcher], waited: bool) -> Future[np.ndarray]:
+        if not waited or self._aside or self._watched:
+            return self._thread.submit(self._compute, matchers)
+        done: Future[np.ndarray] = Future()
+        try:
+            done.set_result(self._compute(matchers))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def _buffer(self, rows: int, width: int) -> np.ndarray:
+        """Room for the masks of a step; what it holds is written by all."""
+        if not self._buffers or len(self._buffers[0]) < rows or self._buffers[0].shape[1] != width:
+            self._buffers = [self._memory(-(-rows // 64) * 64, width) for _ in range(2)]
+        self._buffers.reverse()
+        return self._buffers[0][:rows]
+
     def _compute(self, matchers: Sequence[Matcher]) -> np.ndarray:
         start = time.perf_counter()
         if self._executor is None:
             self._executor = LLExecutor()
-        bits = np.full((len(matchers), matchers[0].width), -1, dtype=np.int32)
-        libraries = [(library, row) for row, each in enumerate(matchers) if (library := each.compiled()) is not None]
-        if libraries and self._watched:
+        bits = self._buffer(len(matchers), matchers[0].width)
+        if self._watched:
             self._watched -= 1
-            for library, row in libraries:
+            for row, each in zip(bits, matchers, strict=True):
                 begin = time.thread_time()
-                library.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits.shape[1] * 4)
-                matchers[row].spend(time.thread_time() - begin)
-        elif libraries:
-            self._executor.unsafe_compute_mask_ptr(libraries, bits.ctypes.data, bits.shape[1] * 4, len(bits))
+                if (library := each.compiled()) is not None:
+                    library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                each.spend(time.thread_time() - begin)
+        else:
+            asked = [(library, row) for row, each in enumerate(matchers) if (library := each.compiled()) is not None]
+            if asked:
+                self._executor.unsafe_compute_mask_ptr(asked, bits.ctypes.data, bits.shape[1] * 4, len(bits))
             if time.perf_counter() - start > SLOW_SECONDS:
                 self._watched = WATCHED
         for row, matcher in zip(bits, matchers, strict=True):
@@ -98,6 +141,8 @@ class MaskPool:
                 matcher.finish(row)
             except Exception as error:  # one answer's, not the step's
                 matcher.error, row[:] = error, -1
-        self.seconds += time.perf_counter() - start
+        taken = time.perf_counter() - start
+        self._aside = ASIDE if taken > LOOP_SECONDS and not self._aside else max(self._aside - 1, 0)
+        self.seconds += taken
         self.rows += len(matchers)
         return bits

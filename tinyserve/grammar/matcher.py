@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
-from attrs import frozen
+from attrs import define, field, frozen
 
 from ..errors import RequestError
 from ..request import Request
@@ -107,6 +107,14 @@ class Words:
     encode: Callable[[str], list[int]]
 
 
+@define
+class _Patience:
+    """spare: seconds that an answer may still cost.   slow: its last token took long, so the next one is timed."""
+
+    spare: float = field(factory=lambda: SPARE_SECONDS)
+    slow: bool = False
+
+
 class Matcher:
     """One answer in its grammar.
 
@@ -139,10 +147,10 @@ class Matcher:
         self._match: Any = None
         self._gate: Gate | None = None
         self._number = b""  # at the end of the answer so far
+        self._only: list[int] = []  # tokens that have to come now, one after the other
         # Of each token: gate and number before it, itself, whether the grammar took it.
         self._log: list[tuple[Any, bytes, int, bool]] = []
-        self._spare = SPARE_SECONDS
-        self._slow = False  # whether the token before took long, so that this one's own time is looked at
+        self._patience = _Patience()
         self.ended = False
         self.error: Exception | None = None
 
@@ -173,16 +181,18 @@ class Matcher:
         """Note the next token. One that the grammar cannot take sets `error`."""
         words = self._words or self._start()
         data = words.bytes[token] if token < len(words.bytes) else b""
-        gate = self._gate
-        self._log.append((gate and gate.state, self._number, token, False))
+        gate, number = self._gate, self._number
+        self._log.append((gate and gate.state, number, token, False))
         if gate is not None and gate.mode is not Mode.ANSWER:
             self._gated(token, data, gate)
         elif self._match is not None:
             self._take(token)
+        if self._only:
+            self._only = self._only[1:] if token == self._only[0] and self._log[-1][3] else []
         if data and data[-1] not in _NUMERIC:
             self._number = b""
-        else:
-            self._number = _NUMBER.search(self._number[-MAX_DIGITS - 4 :] + data).group()
+        elif data:
+            self._number = _NUMBER.search(number[-MAX_DIGITS - 4 :] + data).group()
 
     def _gated(self, token: int, data: bytes, gate: Gate) -> None:
         """A token that may belong to a thought; while that is not known, it goes to the grammar, if it can."""
@@ -210,28 +220,31 @@ class Matcher:
         if self._stop_ids and token in self._stop_ids and token not in self._words.end_ids:
             self.ended = self._match.is_accepting()
             return
-        self._log[-1] = (*self._log[-1][:3], True)
-        begin = time.thread_time() if self._slow else 0.0  # asking costs more than a usual token
+        gate, number, *_ = self._log[-1]
+        self._log[-1] = gate, number, token, True
+        slow = self._patience.slow
+        begin = time.thread_time() if slow else 0.0  # asking costs more than a usual token
         start = time.perf_counter()
         taken = self._match.consume_token(token)
-        if self._slow:
+        if slow:
             self.spend(time.thread_time() - begin)
-        self._slow = time.perf_counter() - start > USUAL_SECONDS
+        self._patience.slow = time.perf_counter() - start > USUAL_SECONDS
         if not taken:
             self._fail()
-        else:
-            self.ended = token in self._words.end_ids and self._match.is_stopped()
+        elif token in self._words.end_ids:
+            self.ended = self._match.is_stopped()
 
     def spend(self, seconds: float) -> None:
         """Note what the library computed for a token. What costs too much ends with an error: all wait for it."""
-        self._spare -= max(0.0, seconds - USUAL_SECONDS)
-        if self._spare < 0 and self.error is None:
+        self._patience.spare -= max(0.0, seconds - USUAL_SECONDS)
+        if self._patience.spare < 0 and self.error is None:
             self.error = RequestError(
                 f"{self._wanted.param}: to follow it takes too long; make it less ambiguous.", param=self._wanted.param
             )
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens."""
+        self._only = []
         if count and self._gate and self._log[-count][0][0] is Mode.UNDECIDED:
             return self._again([entry[2] for entry in self._log[:-count]])
         taken = 0
@@ -257,11 +270,17 @@ class Matcher:
     # ---- what may come
 
     def compiled(self) -> Any:
-        """The library's matcher, when its mask is needed; None when `finish` makes the mask alone."""
+        """The library's matcher, when its mask is needed; None when `finish` makes the mask alone.
+
+        The library's own mask has one token wherever it says that some have to come: a third of an answer in JSON. It
+        asks for their ids in Python, which the threads that compute masks would wait for.
+        """
         self._start()
-        if self._behind or (self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING)):
+        if self._match is None or self._behind or (self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING)):
             return None
-        return self._match
+        if not self._only:
+            self._only = self._match.compute_ff_tokens()
+        return None if self._only else self._match
 
     def finish(self, row: np.ndarray) -> None:
         """Make the mask of the next token: `row` [width] int32 holds the library's, if there is one."""
@@ -277,8 +296,11 @@ class Matcher:
             self._fail()
             row[:] = -1  # any token: the answer ends with the error
             return
-        if self._behind:
-            row[:] = 0
+        if self._only:
+            row.fill(0)
+            _allow(row, self._only[0])
+        if gate is not None and self._behind:
+            row.fill(0)
         else:
             self._trim(row)
         if gate is not None and gate.mode is Mode.UNDECIDED:
@@ -290,14 +312,14 @@ class Matcher:
                 row[:] = -1
 
     def _trim(self, row: np.ndarray) -> None:
-        words = self._words
-        if self._wanted.kind in WITH_JSON and self._too_long() and not (row & words.letters).any():
+        words, number = self._words, self._number
+        long = number and self._wanted.kind in WITH_JSON and self._too_long()
+        if long and not (row & words.letters).any():
             others = row & ~words.digits  # no letter may come either: this is a number and not a text
             row[:] = others if others.any() else row
-        ends = words.end_ids + self._stop_ids
         if len(self._log) < self._min_tokens:
             without = row.copy()
-            for token in ends:
+            for token in words.end_ids + self._stop_ids:
                 _forbid(without, token)
             if without.any():
                 row[:] = without
@@ -316,11 +338,14 @@ class Matcher:
         )
 
 
+_BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
+
+
 def _allow(row: np.ndarray, token: int) -> None:
     if token < 32 * len(row):
-        row.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        row[token // 32] |= _BITS[token % 32]
 
 
 def _forbid(row: np.ndarray, token: int) -> None:
     if token < 32 * len(row):
-        row.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+        row[token // 32] &= ~_BITS[token % 32]

@@ -53,7 +53,7 @@ def edit_tokens_reference(
     logits.index_put_((rows[applies], ids[applies]), values[applies], accumulate=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W", "masks_stride"])  # they follow the tokenizer
 def _token_mask_kernel(
     logits_ptr,  # [L, V]; changed
     masks_ptr,  # [R, W] int32

@@ -172,9 +172,9 @@ class Runner:
         landing: Future[StepOutput] = Future()
         begun = self._hands.do(self._is_quick(step), self._on_device, self._begin, step)
 
-        def choose() -> None:  # waits for the masks, so it is not quick
-            job = self._worker.submit(self._land, self._hands.do(False, self._on_device, self._finish, begun))
-            job.add_done_callback(lambda done: pass_on(done, landing))
+        def choose() -> None:  # who waits for the masks is not quick
+            launched = self._hands.do(step.masks.there, self._on_device, self._finish, begun)
+            self._worker.submit(self._land, launched).add_done_callback(lambda done: pass_on(done, landing))
 
         step.masks.when_begun(choose)
         return Flight(step.step_id, landing)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from attrs import evolve
 
 from ..kernels.launch import Loading, noting
@@ -149,6 +150,8 @@ def _all_kinds(runner: Runner) -> None:
     shapes += [([length] * count, (GREEDY,)) for length in (2, 4, 8, 16) for count in crowds]
     shapes += [([1, *rest], (GREEDY,)) for rest in ([2], [15, 16], [17] * 16)]
     shapes += [([2] * 4, kinds) for kind in REPORTED for kinds in ((kind,), (kind, GREEDY))]
+    few = min(3, limits.max_seqs)
+    _steps(runner, [1] * few, (GREEDY,), masks=_Open(few, runner.model.vocab_size))
     if runner.adapters.places:  # products are not folded into their neighbours then
         shapes += [(counts, (WORN,)) for counts, kinds in shapes if kinds == (GREEDY,)]
     for counts, kinds in shapes:
@@ -156,15 +159,30 @@ def _all_kinds(runner: Runner) -> None:
             _steps(runner, counts, kinds, decodes=int(max(counts) <= 2))
 
 
-def _steps(runner: Runner, counts: Sequence[int], kinds: Sequence[RowParams], decodes: int = 0) -> list[StepOutput]:
+class _Open:
+    """Masks of some rows that allow everything."""
+
+    begun = there = True
+
+    def __init__(self, rows: int, vocab_size: int) -> None:
+        self.slots = tuple(range(rows))
+        self._bits = np.full((rows, -(-vocab_size // 32)), -1, dtype=np.int32)
+
+    def result(self) -> np.ndarray:
+        return self._bits
+
+
+def _steps(
+    runner: Runner, counts: Sequence[int], kinds: Sequence[RowParams], decodes: int = 0, masks: Any = None
+) -> list[StepOutput]:
     """One sequence of each count computed together, a few decode steps of them, and their rows closed again.
 
-    kinds: of the rows, one after the other, and again from the first.
+    kinds: of the rows, one after the other, and again from the first.   masks: of grammars, in the first step.
     """
     pieces = tuple(SeqSlice(slot, 0, count) for slot, count in enumerate(counts))
     rows = zip(counts, itertools.cycle(kinds), strict=False)
     opened = tuple(SlotOpening(slot, count, (0,) * count, kind) for slot, (count, kind) in enumerate(rows))
-    steps = [StepInput(step_id=0, opened=opened, slices=pieces)]
+    steps = [StepInput(step_id=0, opened=opened, slices=pieces, masks=masks)]
     for k in range(decodes):
         steps.append(StepInput(step_id=0, slices=tuple(SeqSlice(p.slot, p.count + k, 1) for p in pieces)))
     steps.append(StepInput(step_id=0, closed=tuple(piece.slot for piece in pieces)))

@@ -45,15 +45,18 @@ class GrammarMask:
     ) -> GrammarMask | None:
         """From the masks [M, W] of the request rows `masked`, for logits of the request rows `slots`.
 
-        Bits and rows go to the device in one copy, without waiting for it.
+        Nothing waits for the device, and bits in pinned memory are not copied on the way.
         """
         place = {slot: row for row, slot in enumerate(slots)}
         kept = [index for index, slot in enumerate(masked) if slot in place]
         if not kept:
             return None
-        rows = np.array([place[masked[index]] for index in kept], dtype=np.int32)
-        both = upload(np.concatenate([bits[kept].ravel(), rows]), device)
-        return cls(both[: -len(kept)].view(len(kept), -1), both[-len(kept) :])
+        if len(kept) < len(masked):
+            bits = bits[kept]
+        rows = upload([place[masked[index]] for index in kept], device)
+        host = torch.from_numpy(bits)
+        there = host.clone() if device.type == "cpu" else host.to(device, non_blocking=True)
+        return cls(there, rows)
 
 
 @frozen(eq=False)

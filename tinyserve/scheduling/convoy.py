@@ -10,6 +10,8 @@ and for each sequence the step in which something of its own comes up: a block, 
 What the sequences themselves say meanwhile is what was true when the convoy set off; `break_up` makes it true again.
 It breaks up whenever anything happens that is not that: somebody enters, leaves, fails, or may have ended.
 
+Grammars are told each token as it lands, in a convoy or not.
+
 Before: sequence.py, kv/cache.py.  After: preempt.py, scheduler.py.
 """
 
@@ -22,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from ..grammar.matcher import UNCONSTRAINED
 from ..kv.cache import KVCache
+from ..request import FinishReason
 from ..step import Decodes, TableEdit
 from .sequence import Sequence, State
 from .update import Update
@@ -37,7 +41,7 @@ class Convoy:
     Args: sequences: all that run, each simple (Sequence.simple), in the order of the step's slices.
 
     Attributes:
-        members: the same.   slots: their rows.
+        members: the same.   slots: their rows.   masked: (row, constraint) of those whose choice needs a mask.
         planned: steps after the first.   landed: steps whose tokens are known, the first included.
     """
 
@@ -45,6 +49,9 @@ class Convoy:
         self.sequences = sequences
         self.members = frozenset(sequences)
         self.slots = tuple([seq.slot for seq in sequences])
+        self.masked = [(seq.slot, seq.constraint) for seq in sequences if seq.constraint.masks]
+        every = enumerate([seq.constraint for seq in sequences])
+        self._constraints = [(place, one) for place, one in every if one is not UNCONSTRAINED]
         self.planned = self.landed = 0
         self._cache = cache
         self._first = np.array([seq.scheduled for seq in sequences], dtype=np.int32)
@@ -67,6 +74,15 @@ class Convoy:
         if edits is not None:
             self.planned += 1
         return edits
+
+    def follow(self, tokens: list[int]) -> bool:
+        """Tell the grammars the tokens of a step that has landed. False: one of them ends, or fails, with its token."""
+        free = True
+        for place, constraint in self._constraints:
+            constraint.advance(tokens[place])
+            if constraint.ended or constraint.error is not None:
+                free = False
+        return free
 
     def land(self, tokens: list[int]) -> bool:
         """Book the tokens of the oldest step in flight. False, and nothing is done: one may be its sequence's last."""
@@ -166,11 +182,13 @@ def book_apart(
     slices: Decodes,
     tokens: list[int],
     report: Callable[..., Update],
+    fail: Callable[[Sequence, Exception], Update],
     landed: Callable[[Sequence], None],
 ) -> Grown:
     """Book a step of a convoy that has broken up: some of its sequences may end with these tokens, or have ended.
 
-    Args: report: makes the update of one that ends.   landed: told of each that has no flight any more and has left.
+    Args: report, fail: make the update of one that ends.   landed: told of each that has no flight any more and has
+        left.
     """
     others: dict[int, Update | None] = {}
     ends = (slices.starts + 1).tolist()
@@ -185,7 +203,11 @@ def book_apart(
             seq.computed = end
             known.append(token)
             ended = rules.check(token, len(known)) if token in rules.ids or len(known) >= rules.limit else None
-            if ended is not None:
+            if ended is None and seq.constraint.ended:
+                ended = FinishReason.STOP, seq.request.stop_on(token)[1]
+            if seq.constraint.error is not None:
+                others[place] = fail(seq, seq.constraint.error)
+            elif ended is not None:
                 others[place] = report(seq, (token,), None, ended)
         if not seq.flights and seq.state is not State.RUNNING:
             landed(seq)

@@ -28,7 +28,7 @@ from ..request import FinishReason, Request
 from ..speculative.drafter import Drafter, NoDrafts
 from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs, Tokens
 from .budget import Flown, Options, StepDraft
-from .convoy import Convoy, Grown, book_apart
+from .convoy import Grown, book_apart
 from .preempt import Tenants
 from .queue import WaitingQueue, refuse_overload
 from .sequence import Sequence, State
@@ -157,7 +157,7 @@ class Scheduler:
         if convoy is not None and self._nobody_enters():
             edits = convoy.advance()
             if edits is not None:
-                return self._takes_off(convoy.sequences, convoy.slices(), edits=tuple(edits), convoy=convoy)
+                return self._takes_off(convoy.sequences, convoy.slices(), convoy, convoy.masked, edits=tuple(edits))
         self._tenants.break_up()
         options = self._options
         cap = options.long_prefill_token_threshold if len(self._sequences) > 1 else 0
@@ -166,13 +166,10 @@ class Scheduler:
             self._admit_waiting(step)
         if not step.slices:
             return None
-        masks = self._make_masks(step.masked) if step.masked else None
-        if masks is not None and not self._flights:
-            masks.begin()
         convoy = self._tenants.set_off(step.sequences) if step.plain and isinstance(self._drafter, NoDrafts) else None
         slices = tuple(step.slices) if convoy is None else convoy.slices()
         parts = {"opened": tuple(step.opened), "edits": tuple(step.edits), "moves": self._adapters.moves()}
-        return self._takes_off(step.sequences, slices, convoy=convoy, masks=masks, **parts)
+        return self._takes_off(step.sequences, slices, convoy, step.masked, **parts)
 
     def _nobody_enters(self) -> bool:
         """Whether no waiting request can be admitted now."""
@@ -180,10 +177,14 @@ class Scheduler:
         full = len(tenants.running) >= self._options.max_num_seqs or not tenants.rows.num_free
         return full or not self._waiting
 
-    def _takes_off(self, sequences: list[Sequence], slices: Any, *, convoy: Convoy | None, **parts: Any) -> StepInput:
+    def _takes_off(self, sequences: list[Sequence], slices: Any, convoy: Any, masked: Any, **parts: Any) -> StepInput:
+        masks = self._make_masks(masked) if masked else None
+        if masks is not None and not self._flights:
+            masks.begin()
         self._steps += 1
-        self._flights.append(Flown(self._steps, sequences, slices, parts.get("masks"), convoy))
-        return StepInput(step_id=self._steps, slices=slices, closed=self._tenants.rows.take_closed(), **parts)
+        self._flights.append(Flown(self._steps, sequences, slices, masks, convoy))
+        closed = self._tenants.rows.take_closed()
+        return StepInput(step_id=self._steps, slices=slices, masks=masks, closed=closed, **parts)
 
     def commit(self, output: StepOutput) -> Several[Update]:
         """Book the results of the oldest flight; the updates of sequences that got a token or ended."""
@@ -191,19 +192,21 @@ class Scheduler:
         if flown.step_id != output.step_id:
             raise RuntimeError(f"step {output.step_id} was committed, but step {flown.step_id} is the oldest in flight")
         updates = self._land(flown, output)
-        if self._flights and self._flights[0].late:  # all tokens before it are known now
-            self._flights[0].masks.begin()
+        if self._flights and self._flights[0].late:
+            self._flights[0].masks.begin(waited=True)  # all tokens before it are known now
         return updates
 
     def _land(self, flown: Flown, output: StepOutput) -> Several[Update]:
         if flown.convoy is not None:
             given = Tokens.of(output.slices)
+            free = given is not None and flown.convoy.follow(given.tokens)
             if flown.convoy is self._tenants.convoy:
-                if given is not None and flown.convoy.land(given.tokens):
+                if free and flown.convoy.land(given.tokens):
                     return Grown(flown.convoy, given.tokens)
                 self._tenants.break_up()
             if given is not None:
-                return book_apart(flown.convoy, flown.slices, given.tokens, self._report, self._tenants.landed)
+                told = self._report, self._fail, self._tenants.landed
+                return book_apart(flown.convoy, flown.slices, given.tokens, *told)
         updates = []
         for seq, piece, given in zip(flown.sequences, flown.slices, output.slices, strict=True):
             seq.flights -= 1
@@ -248,8 +251,7 @@ class Scheduler:
         while index < len(running) and step.left > 0:
             seq = running[index]
             index += 1
-            count = seq.to_compute()
-            if count <= 0:
+            if (count := seq.to_compute()) <= 0:
                 continue
             drafts = ()
             if count > 1:
@@ -282,15 +284,13 @@ class Scheduler:
             if not turn.fits(seq.request) or not seq.constraint.ready:
                 index += 1
                 continue
-            admission = self._admit(seq, step)
-            if admission is None:
+            if (admission := self._admit(seq, step)) is None:
                 return
             if admission.count:
                 turn.entered(seq.request)
             index += not admission.count
 
-    def _active(self) -> Iterator[Any]:
-        """The adapters of what runs, None for the base model."""
+    def _active(self) -> Iterator[Any]:  # the adapters of what runs, None for the base model
         return (seq.request.adapter for seq in self._tenants.running)
 
     def _admit(self, seq: Sequence, step: StepDraft) -> Admission | None:

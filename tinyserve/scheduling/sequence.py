@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 
-from ..grammar.matcher import UNCONSTRAINED, Constraint
+from ..grammar.matcher import Constraint
 from ..kv.cache import SequenceKV
 from ..request import FinishReason, Request
 from ..step import TokenLogprobs
@@ -124,8 +124,8 @@ class Sequence:
 
     @property
     def simple(self) -> bool:
-        """Whether a decode gives a token and nothing else, which nobody but the end rules looks at."""
-        return self.ends.simple and self.constraint is UNCONSTRAINED
+        """Whether a decode gives a token and nothing else, which nobody but the end rules and a grammar looks at."""
+        return self.ends.simple
 
     @property
     def reads_cache(self) -> bool:

@@ -1,0 +1,127 @@
+"""mask.py, and what a matcher knows without the library: nothing that may come differs from what the library says."""
+
+import time
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.scripted import EOT, THINK
+from tinyserve.grammar import mask
+from tinyserve.grammar.mask import MaskPool
+from tinyserve.runner.workers import Workers
+from tinyserve.structured import Thought
+
+from .harness import allowed, matcher
+
+RECORD = {"type": "object", "properties": {"kind": {"enum": ["DEF", "DEAL", "}}"]}, "on": {"type": "boolean"}}}
+RECORD |= {"required": ["kind", "on"], "additionalProperties": False}
+FORMS = [
+    {"json": RECORD},
+    {"json": {"type": "array", "items": RECORD}, "disable_any_whitespace": True},
+    {"json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+    {"choice": ["DEFDEF", "DEFEAT", "short"]},
+    {"regex": "DE(FDE){2}[ab]}}}"},
+]
+THOUGHTS = [None, Thought(begin="<think>", ends=("</think>",)), Thought(begin="<think>", ends=("</think>",), budget=2)]
+
+
+class NothingForced:
+    """The library's matcher, which never says that tokens have to come: each mask is computed."""
+
+    def __init__(self, match):
+        self._match = match
+
+    def compute_ff_tokens(self):
+        return []
+
+    def __getattr__(self, name):
+        return getattr(self._match, name)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    form=st.sampled_from(FORMS), thought=st.sampled_from(THOUGHTS), stop=st.sampled_from([(), (), (EOT,), (97, 34)]),
+    min_tokens=st.sampled_from([0, 0, 5, 30]), moves=st.lists(st.integers(0, 999), min_size=10, max_size=40),
+)  # fmt: skip
+def test_what_has_to_come_is_what_the_mask_leaves(form, thought, stop, min_tokens, moves):
+    """Random walks of 10 to 40 tokens, some taken back: every mask equals the library's own, also where stop ids,
+    a number's length, min_tokens or a thought change it. Breaks by a token that the grammar forbids."""
+    quick, slow = (matcher(thought, stop=stop, min_tokens=min_tokens, **form) for _ in range(2))
+    assert slow.width  # and it has begun
+    slow._match = NothingForced(slow._match)
+    count = 0
+    for move in moves:
+        may = allowed(quick)
+        assert may == allowed(slow)
+        if move % 10 == 9 and count:
+            back = min(count, move % 4)
+            for one in (quick, slow):
+                one.rollback(back)
+            count -= back
+            continue
+        if quick.ended or quick.error:
+            break
+        token = sorted(may)[move % len(may)]
+        for one in (quick, slow):
+            one.advance(token)
+        count += 1
+        assert (quick.ended, str(quick.error)) == (slow.ended, str(slow.error))
+
+
+def test_a_third_of_a_record_needs_no_mask():
+    """{"kind": "DEAL", "on": true}: of 25 tokens 14 or more follow without a look at the vocabulary."""
+    match, free = matcher(json=RECORD), 0
+    for token in b'{"kind": "DEAL", "on": true}':
+        free += match.compiled() is None
+        assert token in allowed(match)
+        match.advance(token)
+    assert free >= 12
+
+
+def test_masks_are_computed_at_once_unless_they_take_long(monkeypatch):
+    """What waits for the device gets them before `begin` returns; after a slow step the thread has the next 15."""
+    pool = MaskPool(Workers("test-mask"))
+    rows = [(3, matcher(json=RECORD)), (5, matcher(choice=["ab", "b"]))]
+    first = pool.masks(rows)
+    first.begin()
+    first.result()
+    pool._aside = 0
+    now = pool.masks(rows)
+    now.begin(waited=True)
+    assert now.there and now.slots == (3, 5)
+    assert bits(now.result()[1]) == {97, 98} and bits(now.result()[0]) == {123}
+    monkeypatch.setattr(mask, "LOOP_SECONDS", 0.0)
+    pool.masks(rows).begin(waited=True)
+    monkeypatch.setattr(mask, "LOOP_SECONDS", 10.0)
+    aside = 0
+    while True:
+        masks = pool.masks(rows)
+        pool._thread.submit(time.sleep, 0.01)
+        masks.begin(waited=True)
+        if masks.there:
+            break
+        assert (masks.result() == now.result()).all()
+        aside += 1
+    assert aside == mask.ASIDE
+    pool.close()
+
+
+def test_a_mask_holds_nothing_of_the_step_before():
+    """Rows of buffers are used again: 30 steps of two matchers in turn equal those of a buffer of their own."""
+    pool = MaskPool(Workers("test-mask"), lambda rows, width: np.full((rows, width), -1, dtype=np.int32))
+    pair = [matcher(regex="(a|b){40}"), matcher(THOUGHTS[2], choice=["abab"])]
+    tokens = {0: 97, 1: THINK}
+    for step in range(6):
+        masks = pool.masks(list(enumerate(pair)))
+        masks.begin(waited=bool(step % 2))
+        for row, match in zip(masks.result(), pair, strict=True):
+            assert bits(row) == allowed(match)
+        for number, match in enumerate(pair):
+            may = sorted(allowed(match))
+            match.advance(tokens[number] if tokens[number] in may else may[-1])
+    pool.close()
+
+
+def bits(row):
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
