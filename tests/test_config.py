@@ -151,3 +151,13 @@ def test_no_option_is_both_known_and_refused():
     """`runner` is refused as a flag of vLLM; it is also the name of a group here, which is no flag."""
     assert not {*config.NOT_YET, *config.INSTEAD} & {flag.name for flag in config.flags()}
     assert not set(config.NOT_YET) & set(config.INSTEAD)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "folder"), [("/var/big", "/var/big"), ("", "/home/me/.cache"), ("relative", "/home/me/.cache")]
+)
+def test_downloads_go_where_the_user_keeps_caches(monkeypatch, chosen, folder):
+    """$XDG_CACHE_HOME was not read; one that is no whole path is ignored, as its specification says."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", chosen)
+    assert str(config.cache_folder()) == f"{folder}/tinyserve"

@@ -363,6 +363,18 @@ def environment(**values: str) -> dict[str, str]:
     return {**os.environ, **values}
 
 
+def environment_to_start() -> dict[str, str]:
+    """What a process needs to find its libraries, and nothing of what it is not to know."""
+    names = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PATH", "SYSTEMROOT")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def cache_folder() -> Path:
+    """Where downloads go that have no cache of their own: $XDG_CACHE_HOME, if it is a whole path, or ~/.cache."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (chosen if chosen.is_absolute() else Path("~/.cache").expanduser()) / "tinyserve"
+
+
 def usable_cores() -> int:
     """Cores that this process may use: those it is bound to, and no more than its container's quota, rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

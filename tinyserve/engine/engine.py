@@ -305,6 +305,7 @@ class Engine:
             await self.streams.empty.wait()
         await self._landed.wait()
         self.check_health()
+        self.streams.show()
 
     def resume(self) -> None:
         """Take requests again and go on with those that were kept."""

@@ -115,6 +115,12 @@ class Stream:
             return True
         return turn and (self.interval == 1 or sum(len(piece.token_ids) for piece in waiting) >= self.interval)
 
+    def show(self) -> None:
+        """Show what waits for its turn."""
+        if not self.final_only and self._waiting:
+            self._due.update(dict.fromkeys(self._waiting))
+            self.wake()
+
     def fail(self, error: Exception) -> None:
         """End all of it: the reader gets `error` instead of anything that still waits."""
         self.unfinished.clear()
@@ -286,6 +292,13 @@ class Streams:
         self._meter.output(answer, output, before, held)
         stream.put(output, turn=turn)
         return _EVENT if before is not None and not output.finished else _EDGE
+
+    def show(self) -> None:
+        """Show what readers would get with later tokens: there will be none for a while."""
+        for answer, stream in self._answers.values():
+            if answer.held and not stream.final_only:
+                stream.put(answer.shown())
+            stream.show()
 
     def cancel(self, stream: Stream, *, tell: bool, error: Callable[[], Exception] | None = None) -> None:
         """End what is unfinished of a stream.
