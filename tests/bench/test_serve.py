@@ -247,6 +247,29 @@ async def test_what_went_wrong_is_a_failed_request(said):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(("said", "limit", "piece"), [
+    ("does not end", {"MOST_PIECES": 50}, chunk(event("a"))), ("does not end", {"MOST_LINE": 5000}, chunk(b"x" * 999)),
+    ("did not end in 0 seconds", {"LONGEST": 0.3}, chunk(b": alive\n\n")),
+])  # fmt: skip
+async def test_an_answer_without_end_is_given_up(monkeypatch, said, limit, piece):
+    """Pieces for ever, one line for ever, comments for ever: the measurement took as long, and its memory grew."""
+    for name, value in limit.items():
+        monkeypatch.setattr(f"tinyserve.bench.requests.{name}", value)
+
+    async def write(count, writer):
+        writer.write(STREAM)
+        while not writer.is_closing():
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        return True
+
+    async with answering(write) as url:
+        (found,) = await asyncio.wait_for(asked(url), 5)
+    assert said in found.error and not found.whole and len(found.pieces) < 200
+
+
+@pytest.mark.anyio
 async def test_a_connection_that_was_closed_meanwhile_is_no_failure():
     """The server closes each connection after its answer, without saying so: 5 requests, all whole."""
 

@@ -2,7 +2,11 @@
 
 import os
 import resource
+import signal
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 
 import pytest
 from attrs import evolve
@@ -172,6 +176,46 @@ def test_a_limit_of_addresses_that_is_there_already_stays(monkeypatch):
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
     trial._bound(150)
+
+
+def test_the_child_finds_its_libraries_and_no_secrets(monkeypatch):
+    """Its environment was empty: Python built with shared libraries elsewhere, or on Windows, did not start."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    monkeypatch.setenv("TINYSERVE_API_KEY", "sesame")
+    tried = trial.Trial(VOCAB, {}, (EOS,))
+    try:
+        assert tried.run("start: /a/", 3.0).error == ""
+        told = Path(f"/proc/{tried._child.pid}/environ").read_bytes()
+        assert b"LD_LIBRARY_PATH=/opt/lib" in told and b"sesame" not in told
+    finally:
+        tried.close()
+
+
+def test_a_system_that_bounds_no_process_tries_grammars_too(monkeypatch):
+    """Windows has neither `resource` nor timers of signals nor polls of pipes; importing the engine failed there."""
+    code = "import sys; sys.modules['resource'] = None; import tinyserve.grammar.compile"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(trial, "resource", None)
+        patched.delattr(trial.signal, "setitimer")
+        trial._alarm(1.0), trial._bound(100)
+        assert trial._memory() >= 0
+
+
+def test_a_child_that_does_not_answer_is_ended(monkeypatch):
+    """The parent's patience is all there is where a process cannot bound itself: 0.2 s here, and the next one works."""
+    tried = trial.Trial(VOCAB, {}, (EOS,))
+    try:
+        assert tried.run("start: /a/", 3.0).error == ""
+        os.kill(tried._child.pid, signal.SIGSTOP)
+        monkeypatch.setattr(trial, "START_SECONDS", 0.2)
+        monkeypatch.setattr(trial, "PATIENCE", 0.0)
+        with pytest.raises(trial.TooMuch):
+            tried.run("start: /b/", 3.0)
+        monkeypatch.undo()
+        assert tried.run("start: /c/", 3.0).error == ""
+    finally:
+        tried.close()
 
 
 def test_what_is_no_grammars_fault_is_tried_again(monkeypatch):

@@ -155,6 +155,9 @@ class Wire(asyncio.Protocol):
                 data = rest
             else:
                 data = b""
+        except Broken as error:  # the sink has had enough
+            self._fail(str(error))
+            self.close()
         except (ValueError, IndexError):
             self._fail("the server does not speak HTTP/1.1")
         self._buffer = data

@@ -13,6 +13,7 @@ Before: client.py, prompts.py.  After: load.py (sends many), figures.py (adds th
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,9 @@ from .client import Broken, Server
 from .prompts import Prompt
 
 SHOWN = 300  # characters of a server's error
+LONGEST = 6 * 3600.0  # seconds that an answer may take; vLLM's benchmark waits as long
+MOST_PIECES = 2**20  # of an answer, and
+MOST_LINE = 2**24  # bytes of one: a server that sends more does not end it
 MOST = 2**40  # tokens of a request; a server that says more is not to be believed
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -109,7 +113,11 @@ async def ask(server: Server, endpoint: Endpoint, body: bytes, record: Record) -
     events = _Events(record)
     record.sent = time.perf_counter()
     try:
-        head = await server.send(endpoint.path, body, events.feed)
+        async with asyncio.timeout(LONGEST):
+            head = await server.send(endpoint.path, body, events.feed)
+    except TimeoutError:
+        record.error = f"the answer did not end in {LONGEST:.0f} seconds"
+        return
     except Broken as error:
         record.error = str(error)
         return
@@ -132,9 +140,11 @@ class _Events:
         self.complete = False
 
     def feed(self, data: bytes) -> None:
-        """Take what has come from the socket."""
+        """Take what has come from the socket. Raises: Broken: it is more than any answer holds."""
         now = time.perf_counter()
         *lines, self._line = (self._line + data if self._line else data).split(b"\n")
+        if len(self._line) > MOST_LINE or len(self._record.pieces) > MOST_PIECES:
+            raise Broken("the answer does not end")
         for line in lines:
             if line.startswith(b"data:"):
                 self._event(line[5:].strip(), now)

@@ -18,8 +18,6 @@ import contextlib
 import ctypes
 import json
 import random
-import resource
-import select
 import signal
 import struct
 import subprocess
@@ -32,6 +30,13 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from ..config import environment_to_start
+
+try:
+    import resource
+except ImportError:  # Windows bounds neither memory nor time of a process; the parent's patience ends it there
+    resource = None  # type: ignore[assignment]
 
 MEMORY_BYTES = 256 * 2**20  # that one grammar may take
 START_SECONDS = 30.0  # for a new child, on a busy machine
@@ -93,7 +98,7 @@ class Trial:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    env={},
+                    env=environment_to_start(),
                     process_group=0,  # an interrupt from the terminal is not meant for it
                 )
 
@@ -112,8 +117,8 @@ class Trial:
             child.stdin.write(_LENGTH.pack(len(data)) + data)
             child.stdin.flush()
             end = time.monotonic() + START_SECONDS + seconds * PATIENCE
-            (length,) = _LENGTH.unpack(_read(child.stdout, _LENGTH.size, end))
-            error, size, fresh = json.loads(_read(child.stdout, length, end))
+            (length,) = _LENGTH.unpack(_read(child, _LENGTH.size, end))
+            error, size, fresh = json.loads(_read(child, length, end))
             done = fresh
         except (OSError, EOFError, ValueError):
             raise TooMuch(f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile") from None
@@ -127,7 +132,7 @@ class Trial:
         if self._ready:
             return
         try:
-            _read(child.stdout, len(_READY), time.monotonic() + START_SECONDS)
+            _read(child, len(_READY), time.monotonic() + START_SECONDS)
         except (OSError, EOFError, ValueError):
             self._end()
             raise NoChild(f"the process that tries grammars did not start: {sys.executable} -c ...") from None
@@ -150,16 +155,17 @@ class Trial:
                     pipe.close()
 
 
-def _read(pipe: Any, count: int, end: float) -> bytes:
-    """So many bytes of an unread pipe. Raises: EOFError: it ends before, or `end` has come."""
-    data, poll = b"", select.poll()
-    poll.register(pipe, select.POLLIN)
-    while len(data) < count:
-        ready = poll.poll(max(0.0, end - time.monotonic()) * 1000)
-        piece = pipe.raw.read(count - len(data)) if ready else b""
-        if not piece:
-            raise EOFError
-        data += piece
+def _read(child: subprocess.Popen[bytes], count: int, end: float) -> bytes:
+    """So many bytes of what a child says. Raises: EOFError: it ends before, or has not said them when `end` comes."""
+    alarm = threading.Timer(max(0.0, end - time.monotonic()), child.kill)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        data = child.stdout.read(count)
+    finally:
+        alarm.cancel()
+    if len(data) < count:
+        raise EOFError
     return data
 
 
@@ -201,9 +207,9 @@ def child() -> None:
     while head := source.read(_LENGTH.size):
         seconds, grammar = json.loads(source.read(*_LENGTH.unpack(head)))
         before = _memory()
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its default action ends the process
+        _alarm(seconds)
         matcher = _follow(tokens, grammar)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        _alarm(0)
         grown = _memory() - before
         error = matcher.get_error() or ""
         del matcher
@@ -212,11 +218,19 @@ def child() -> None:
         sink.flush()
 
 
+def _alarm(seconds: float) -> None:
+    """End this process when it has computed for so long; 0: not any more."""
+    with contextlib.suppress(AttributeError):  # Windows
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its default action ends the process
+
+
 def _bound(size: int) -> None:
     """Take no more than `size` bytes of addresses, and leave no core file.
 
     A limit that the system or its administrator set lower stays; a system that bounds no addresses (macOS) refuses.
     """
+    if resource is None:
+        return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     size = size if most == resource.RLIM_INFINITY else min(size, most)
     with contextlib.suppress(OSError, ValueError):
@@ -245,6 +259,8 @@ def _memory(field: int = 1) -> int:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
+    if resource is None:
+        return 0
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[field]) * resource.getpagesize()
