@@ -25,7 +25,7 @@ RECORDS_OF_OPTIONS = {"SamplingParams", "RowParams", "Request"}
 
 # A unit may import units of lower rank only. Units of one rank never import each other.
 RANKS = [
-    ["errors"], ["options"], ["config"], ["checks"], ["structured"], ["request"], ["step"],
+    ["errors"], ["options"], ["elsewhere"], ["config"], ["checks"], ["structured"], ["request"], ["step"],
     ["device", "telemetry"],
     ["kernels", "parallel"],
     ["quant", "kv"],
@@ -42,7 +42,7 @@ RANKS = [
 ]  # fmt: skip
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 TORCH_FREE = [
-    *("errors", "options", "config", "checks", "structured", "request", "step"),
+    *("errors", "options", "elsewhere", "config", "checks", "structured", "request", "step"),
     *("grammar", "scheduling", "text", "server", "kv"),
 ]
 MAY_USE_TORCH = {"kv/storage.py"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinyserve import config
+from tinyserve import config, elsewhere
 from tinyserve.errors import ConfigError
 from tinyserve.options import parse_size
 
@@ -149,8 +149,14 @@ def test_every_option_has_a_help_text_of_one_line():
 
 def test_no_option_is_both_known_and_refused():
     """`runner` is refused as a flag of vLLM; it is also the name of a group here, which is no flag."""
-    assert not {*config.NOT_YET, *config.INSTEAD} & {flag.name for flag in config.flags()}
-    assert not set(config.NOT_YET) & set(config.INSTEAD)
+    assert not {*elsewhere.NOT_YET, *elsewhere.INSTEAD} & {flag.name for flag in config.flags()}
+    assert not set(elsewhere.NOT_YET) & set(elsewhere.INSTEAD)
+    known = {flag.name for flag in config.flags()} | set(elsewhere.NOT_YET)
+    assert set(elsewhere.CALLED.values()) <= known and not set(elsewhere.CALLED) & (known | set(elsewhere.INSTEAD))
+    for table in (elsewhere.NOT_YET, elsewhere.INSTEAD, elsewhere.CALLED):
+        for name in table:
+            told = config.unknown_option("--" + name.replace("_", "-"))
+            assert "did you mean" not in told and "See --help" not in told
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,12 @@ def test_keys_of_an_object_add_to_its_json():
         (["--max-modle-len=4"], "did you mean --max-model-len"),
         (["--max-model"], "did you mean"),  # no abbreviations: they break when a flag is added
         (["-tp", "2"], "--tensor-parallel-size is an option of vLLM"),
-        (["--max-cpu-loras", "4"], "does not have yet"),
+        (["--max-cpu-loras", "4"], "need --enable-lora"),
+        (["--max-messages", "4"], r"unknown option --max-messages. See --help.$"),
+        (["--ctx-size", "4"], "say --max-model-len"),
+        (["--tp", "4"], "say --tensor-parallel-size"),
+        (["--disable-radix-cache"], "See --help"),
+        (["-z", "4"], "unknown option -z. See"),
         (["--async-scheduling"], "--depth 2"),
         (["--no-async-scheduling"], "--depth 1"),
         (["--lora-modules", "a=b"], "need --enable-lora"),

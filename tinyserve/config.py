@@ -7,7 +7,8 @@ fills the numbers that depend on the device only; what depends on the model is r
 
 This is also the only file that reads the process environment; the functions at the end are all that it is asked for.
 
-Before: options.py (how a declaration is read).  After: every subsystem, which takes its own class and no other.
+Before: options.py (how a declaration is read), elsewhere.py (what is none of ours).  After: every subsystem, which takes
+its own class and no other.
 """
 
 import os
@@ -18,8 +19,9 @@ from typing import Any, Literal
 
 from attrs import evolve, field, fields_dict, frozen
 
+from .elsewhere import answer_to
 from .errors import ConfigError
-from .options import Flag, flags_of, nearest, option, options
+from .options import Flag, flags_of, option, options
 
 # Names of --quantization: of formats that checkpoints come in (quant/detect.py), and what plain weights are rounded to.
 QUANTIZATIONS = (
@@ -255,35 +257,6 @@ class EngineConfig:
 
 _GROUPS = {name: attribute.type for name, attribute in fields_dict(EngineConfig).items()}
 
-# Flags of vLLM that many command lines carry and that would change what is served: refused by name, not guessed at.
-NOT_YET = {
-    "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",
-    "enable_expert_parallel": "-ep", "decode_context_parallel_size": "-dcp", "enable_eplb": None,
-    "distributed_executor_backend": None, "nnodes": None, "node_rank": None, "master_addr": None, "headless": None,
-    "lora_dtype": None, "fully_sharded_loras": None, "default_mm_loras": None,
-    "speculative_config": "-sc", "spec_method": None, "spec_model": None, "spec_tokens": None,
-    "structured_outputs_config": None, "guided_decoding_backend": None, "limit_mm_per_prompt": None,
-    "mm_processor_kwargs": None, "kv_offloading_size": None, "cpu_offload_gb": None, "swap_space": None,
-    "kv_transfer_config": None, "kv_events_config": None, "runner": None, "convert": None, "pooler_config": None,
-    "trust_remote_code": None, "model_impl": None, "logits_processors": None, "enable_sleep_mode": None,
-    "attention_backend": None, "compilation_config": "-cc", "optimization_level": "-O",
-    "profiler_config": None, "middleware": None, "enable_prompt_embeds": None, "api_server_count": None,
-    "performance_mode": None, "max_cudagraph_capture_size": None, "task": None, "disable_fastapi_docs": None,
-    "tokenizer_mode": None, "tokenizer_revision": None, "hf_token": None,
-}  # fmt: skip
-# Flags of vLLM that another of ours, or none, stands for.
-INSTEAD = {
-    "async_scheduling": "say --depth 2 (the default on a GPU), or --depth 1 for no.",
-    "calculate_kv_scales": "not needed: int8 has a scale for each token; those of fp8 come from the checkpoint.",
-    "disable_log_requests": "not needed: requests are logged only with --enable-log-requests.",
-    "disable_uvicorn_access_log": "not needed: there is no such log.",
-    "enable_server_load_tracking": "not needed: /load is always there.",
-    "hf_config_path": "say --hf-overrides for what differs.",
-    "response_role": "answers have the role assistant, which is what clients look for.",
-    "ssl_ciphers": "Python's own list is used.",
-    "uvicorn_log_level": "say --log-level.",
-}
-
 
 def flags() -> list[Flag]:
     """Every option, in the order of the help text."""
@@ -307,19 +280,7 @@ def build(values: Mapping[str, Any]) -> EngineConfig:
 
 def unknown_option(name: str) -> str:
     """The message for an option that does not exist: not yet, or misspelt."""
-    short = next((long for long, letters in NOT_YET.items() if letters == name), None)
-    name = short or name.lstrip("-").replace("-", "_")
-    shown = "--" + name.replace("_", "-")
-    names = [flag.name for flag in flags()]
-    plain = name.removeprefix("no_")
-    if plain in INSTEAD:
-        return f"{shown}: {INSTEAD[plain]}"
-    if plain in NOT_YET:
-        return f"{shown} is an option of vLLM that tinyserve does not have yet."
-    close = nearest(name, [*names, *NOT_YET])
-    if close is None:
-        return f"unknown option {shown}. See --help."
-    return f"unknown option {shown}: did you mean --{close.replace('_', '-')}?"
+    return answer_to(name, [flag.name for flag in flags()])
 
 
 def environment_values() -> tuple[dict[str, str], list[str]]:

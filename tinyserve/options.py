@@ -23,6 +23,7 @@ from attrs import Attribute, field, fields, frozen
 from .errors import ConfigError
 
 _SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
+_WORDS = re.compile(r"[-_.\s]+")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -153,9 +154,17 @@ def format_bytes(count: float) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` was most likely meant to be, or None."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The known name that `name` was most likely meant to be, or None: each of its words must be like one of it."""
+    for close in difflib.get_close_matches(name, list(known), n=5, cutoff=0.6):
+        theirs = _WORDS.split(close)
+        if all(_like(word, theirs) for word in _WORDS.split(name) if word):
+            return close
+    return None
+
+
+def _like(word: str, words: list[str]) -> bool:
+    begins = len(word) > 2 and any(other.startswith(word) for other in words)
+    return begins or bool(difflib.get_close_matches(word, words, n=1, cutoff=0.6))
 
 
 def _flag(attribute: Attribute, group: str) -> Flag:
