@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import triton
-from attrs import evolve
 from triton.runtime import driver
 
 from tests.kernels.harness import TARGETS, CompileDriver, replaced
@@ -16,6 +15,7 @@ from tests.kernels.test_launch import _fill_kernel
 from tinyserve.kernels import launch
 from tinyserve.runner import expected
 from tinyserve.runner import foundry as foundry_module
+from tinyserve.runner.early import Gpu
 from tinyserve.runner.foundry import Foundry, NoFoundry
 
 pytestmark = pytest.mark.skipif(launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
@@ -64,24 +64,22 @@ def test_what_a_foundry_has_compiled_is_read_from_the_cache(named):
     assert compiled_here(named) == 0
 
 
-def test_what_is_expected_is_compiled_before_it_is_asked_for(named, tmp_path, monkeypatch):
-    """A driver's tool tells of an H200: both kernels that draw a token are there, and no job was needed for them."""
+def test_what_is_expected_is_compiled_before_it_is_asked_for(named, monkeypatch):
+    """On an H200 both kernels that draw a token are there, and both of one decode's attention: no job was needed for
+    them."""
     if ALONE not in os.environ:  # what other tests compiled in this process changes what is named
         again = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"{__file__}::{NAME}"]
         found = subprocess.run(again, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stdout
         return
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho NVIDIA H200, 9.0\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(foundry_module, "expected", lambda *_: [("sample", 1000, "bfloat16", False)])
-    facts = evolve(launch.facts(torch.device("cpu")), name="NVIDIA H200", backend="cuda", overlaps=True)
+    jobs = [("sample", "bfloat16", 1000, False), ("attention", "bfloat16", 4, 2, 128, 64, 1, [1])]
+    monkeypatch.setattr(foundry_module, "expected", lambda *_: jobs)
+    facts = launch.DeviceFacts("NVIDIA H200", "cuda", launch.SAFE_SHARED, 132, overlaps=True, arch=90)
     with replaced(launch, facts=lambda device: facts):
-        variants = expected.named("sample", 1000, "bfloat16", False)
+        variants = [variant for job in jobs for variant in expected.named(*job)]
     foundry = Foundry(1)
     try:
-        foundry.expect({}, "auto")
+        foundry.expect(Gpu("NVIDIA H200", 90, 132, launch.SAFE_SHARED), {}, "auto", 64)
         foundry.add(named[0])  # by the same process, so afterwards
         foundry.wait(lambda variant: None)
         done = []
@@ -91,7 +89,8 @@ def test_what_is_expected_is_compiled_before_it_is_asked_for(named, tmp_path, mo
     finally:
         foundry.close()
 
-    assert [name for name, _ in made].count("expected sample") == 1 and len(made) == 2
+    assert sorted(name for name, _ in made) == ["_fill_kernel", "expected attention", "expected sample"]
+    assert len(variants) == 4
     assert set(variants) == set(done) - {named[0]}
     assert compiled_here(variants) == 0
     for variant in variants:

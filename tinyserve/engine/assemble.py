@@ -77,24 +77,31 @@ class Machine:
 def open_foundry(config: EngineConfig) -> Compilers:
     """Processes that compile kernels, begun before torch is imported, with what the model's config lets expect.
 
-    Returns: NoFoundry where there is no GPU that Triton compiles for, or no cores to spare.
+    The context of the device is made meanwhile. Returns: NoFoundry where there is no GPU that Triton compiles for, or
+    no cores to spare.
     """
     from ..checkpoint.source import resolve
+    from ..runner.early import look
     from ..runner.foundry import Foundry, NoFoundry
 
     cores = usable_cores()
     found = [backend for file, backend in DEVICE_FILES.items() if Path(file).exists()]
-    if config.model.device == "cpu" or not found or cores < FEWEST_CORES:
+    kind, _, number = config.model.device.partition(":")
+    if kind == "cpu" or not found or cores < FEWEST_CORES:
         return NoFoundry()
     try:
         foundry = Foundry(cores - 1, found[0])
     except (OSError, TypeError) as error:  # Python inside another program does not know its own interpreter
         _log.warning("kernels are compiled by threads, which takes longer: no process could be started: %s", error)
         return NoFoundry()
+    gpu = look(int(number) if number.isdigit() else 0) if found[0] == "cuda" else None
+    if gpu is None:
+        return foundry
     with contextlib.suppress(TinyserveError, OSError, ValueError):  # not there yet, or no good: said when it is loaded
         where = {"revision": config.model.revision, "cache_dir": config.load.download_dir}
         source = resolve(config.model.model, **where, load_format=config.load.load_format, offline=True, progress=False)
-        foundry.expect({**source.config(), **config.model.hf_overrides}, config.model.dtype)
+        page = config.resolve("cuda").cache.block_size
+        foundry.expect(gpu, {**source.config(), **config.model.hf_overrides}, config.model.dtype, page)
     return foundry
 
 

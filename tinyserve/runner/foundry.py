@@ -34,13 +34,15 @@ import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import define, field
+from attrs import astuple, define, field
 
 from ..config import environment
-from .expected import Guess, expected, guess, named
+from .early import Gpu
+from .expected import expected, named, shadow_of_new
 
 if TYPE_CHECKING:
     from ..kernels.launch import Variant
@@ -54,8 +56,8 @@ BACKENDS = {"cuda": "nvidia", "hip": "amd"}  # how Triton calls a device, and th
 class Compilers(Protocol):
     """What a start asks of a foundry."""
 
-    def expect(self, config: Mapping[str, Any], dtype: str) -> None:
-        """Begin with what a model of this config will need whatever else it needs. dtype: as the user says."""
+    def expect(self, gpu: Gpu, config: Mapping[str, Any], dtype: str, page: int) -> None:
+        """Begin with what a model of this config will need whatever else it needs; see `expected`."""
         ...
 
     def add(self, variant: Variant) -> None:
@@ -77,7 +79,7 @@ class Compilers(Protocol):
 class NoFoundry:
     """Leaves everything to the threads of this process."""
 
-    def expect(self, config: Mapping[str, Any], dtype: str) -> None:
+    def expect(self, gpu: Gpu, config: Mapping[str, Any], dtype: str, page: int) -> None:
         """Nothing."""
 
     def add(self, variant: Variant) -> None:
@@ -105,7 +107,7 @@ class Foundry:
 
     Args:
         workers: processes that compile.
-        backend: Triton's name of the kind of device, "cuda" or "hip"; a guess saves time, a wrong one does no harm.
+        backend: Triton's name of the kind of device, "cuda" or "hip".
     """
 
     def __init__(self, workers: int, backend: str = "cuda") -> None:
@@ -124,10 +126,10 @@ class Foundry:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
 
-    def expect(self, config: Mapping[str, Any], dtype: str) -> None:
-        """Begin with what a model of this config will need whatever else it needs. dtype: as the user says."""
-        for what, *rest in expected(config, dtype):
-            self._give(_Job(f"expected {what}"), "expected", what, *rest)
+    def expect(self, gpu: Gpu, config: Mapping[str, Any], dtype: str, page: int) -> None:
+        """Begin with what a model of this config will need whatever else it needs; see `expected`."""
+        for what, *rest in expected(config, dtype, page):
+            self._give(_Job(f"expected {what}"), "expected", astuple(gpu), what, *rest)
 
     def add(self, variant: Variant) -> None:
         """Have a variant compiled for the device of this thread; returns at once."""
@@ -253,15 +255,12 @@ def serve(link_number: int, workers: int, backend: str) -> None:
     """The foundry's process: import what compiling needs, fork the workers, and tell when one has died."""
     link = socket.socket(fileno=link_number)
     if backend == "cuda":  # Triton's code for AMD does ask torch
-        sys.modules["torch"] = Unused("torch")
+        sys.modules["torch"] = nothing = Unused("torch")
+        nothing.empty = shadow_of_new
     from triton.runtime import cache, jit
 
     drivers: list[Any] = []
-    gpus: list[Guess | None] = []
-    threads = [
-        threading.Thread(target=_build_driver, args=(backend, drivers)),  # a C compiler works for half a second
-        threading.Thread(target=lambda: gpus.append(guess() if backend == "cuda" else None)),
-    ]
+    threads = [threading.Thread(target=_build_driver, args=(backend, drivers))]  # a C compiler works for half a second
     if hasattr(cache, "triton_key"):
         threads.append(threading.Thread(target=cache.triton_key))  # hashes 400 MB, once for all workers
     for thread in threads:
@@ -280,7 +279,7 @@ def serve(link_number: int, workers: int, backend: str) -> None:
         if not os.fork():
             status = 1
             try:
-                _work(link, drivers[0] if drivers else None, gpus[0])
+                _work(link, drivers[0] if drivers else None)
                 status = 0
             finally:
                 os._exit(status)  # what ends otherwise has died, and somebody waits for what it had
@@ -294,12 +293,19 @@ def serve(link_number: int, workers: int, backend: str) -> None:
 
 
 def _build_driver(backend: str, found: list[Any]) -> None:
-    """Make Triton's own driver, which builds a module in C and asks nothing of a device."""
+    """Make Triton's own driver, which builds a module in C and asks nothing of a device.
+
+    Where it has launchers in C for each signature, half of the time of compiling goes there. A compiler that reads both
+    -O3 and -O1 obeys the second; it needs two thirds of the time then, for code that only passes arguments on.
+    """
     with contextlib.suppress(Exception):  # no C compiler, no library of the vendor: the process with the device says so
-        found.append(importlib.import_module("triton.backends").backends[BACKENDS[backend]].driver())
+        vendor = importlib.import_module("triton.backends").backends[BACKENDS[backend]].driver
+        home = sys.modules[vendor.__module__]
+        found.append(vendor())
+        home.compile_module_from_src = partial(home.compile_module_from_src, ccflags=["-O1"])
 
 
-def _work(link: socket.socket, real: Any, gpu: Guess | None) -> None:
+def _work(link: socket.socket, real: Any) -> None:
     """A worker: do what comes until there is nobody left to send."""
 
     def tell(*message: Any) -> None:
@@ -312,8 +318,8 @@ def _work(link: socket.socket, real: Any, gpu: Guess | None) -> None:
         try:
             if kind == "variant":
                 _compile(*job, real)
-            elif gpu is not None:
-                found = _expect(gpu, real, *job)
+            else:
+                found = _expect(real, *job)
                 tell(number, None, [described(variant) for variant in found])
                 for variant in found:
                     _finish(variant.kernel, variant.data, real)
@@ -328,14 +334,15 @@ def _compile(module: str, name: str, data: str, backend: str, arch: Any, lanes: 
     _finish(getattr(importlib.import_module(module), name), data, real)
 
 
-def _expect(gpu: Guess, real: Any, what: str, vocabulary: int, dtype: str, switch: bool) -> list[Variant]:
-    """Name what is expected on the GPU that is most likely there."""
+def _expect(real: Any, gpu: Sequence[Any], *what: Any) -> list[Variant]:
+    """Name what is expected. gpu: the values of a Gpu."""
     from ..kernels import launch
 
-    _stand_in("cuda", gpu.arch, 32, real)
-    facts = launch.DeviceFacts(gpu.name, "cuda", launch.SAFE_SHARED, 1, overlaps=gpu.arch >= 90)
+    name, arch, processors, shared = gpu
+    _stand_in("cuda", arch, 32, real)
+    facts = launch.DeviceFacts(name, "cuda", shared, processors, overlaps=arch >= 90, arch=arch)
     launch.facts = lambda device: facts
-    return named(what, vocabulary, dtype, switch)
+    return named(*what)
 
 
 def _stand_in(backend: str, arch: Any, lanes: int, real: Any) -> None:
