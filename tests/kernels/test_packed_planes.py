@@ -9,13 +9,21 @@ from tinyserve.kernels.packed_planes import Planes, in_planes, packed_planes, pa
 from tinyserve.kernels.packed_planes import planes_dense_reference as dense_reference
 from tinyserve.kernels.skinny_gemm import skinny_gemm_reference
 
-# bits, width, whether a number is added after the scale
-LAYOUTS = {"Q6_K": (6, 16, False), "Q5_0": (5, 32, False), "Q5_K": (5, 32, True), "Q3_K": (3, 16, False)}
+# bits, width, whether a number is added after the scale, outer scales
+LAYOUTS = {
+    "Q6_K": (6, 16, False, 1),
+    "Q5_0": (5, 32, False, 0),
+    "Q5_K": (5, 32, True, 0),
+    "Q3_K": (3, 16, False, 0),
+    "Q2_K": (2, 16, True, 2),
+    "IQ4_NL": (4, 32, False, 0),
+}
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def weight_of(name, rows, columns, *, device):
     """A random matrix, and its numbers in float32, computed without it."""
-    bits, width, adds = LAYOUTS[name]
+    bits, width, adds, nested = LAYOUTS[name]
     make = torch.Generator().manual_seed(rows)
     groups = -(-columns // width)
     with torch.device("cpu"):
@@ -23,12 +31,24 @@ def weight_of(name, rows, columns, *, device):
         spread = 4 * 2.0**-bits * columns**-0.5
         scales = randn(rows, groups, dtype=torch.float16, device="cpu", spread=spread, seed=2)
         added = randn(rows, groups, dtype=torch.float16, device="cpu", spread=spread, seed=3) if adds else None
-        middle = 0 if adds else 2 ** (bits - 1)
-        group = torch.arange(columns) // width
-        dense = (codes.float() - middle) * scales.float()[:, group]
-        dense = dense if added is None else dense + added.float()[:, group]
-        given = [*in_planes(codes, bits, width), scales, added]
-    return Planes(*(None if one is None else one.to(device) for one in given), columns, bits, width, middle), dense
+        middle = 0 if adds or name == "IQ4_NL" else 2 ** (bits - 1)
+        group, outer, table = torch.arange(columns) // width, None, None
+        numbers = codes.float() - middle
+        wide = [None if one is None else one.float() for one in (scales, added)]
+        if nested:
+            outer = randn(rows, -(-groups // 16), nested, dtype=torch.float16, device="cpu", spread=spread / 30, seed=4)
+            scales = torch.randint(0, 256, (rows, groups), generator=make, dtype=torch.uint8)
+            scales, added = scales if nested == 2 else scales.view(torch.int8), None
+            each = outer.float()[:, torch.arange(groups) // 16]
+            inner = scales.int() if nested == 1 else scales.int() & 15
+            wide = [inner.float() * each[..., 0], None if nested == 1 else -(scales.int() >> 4).float() * each[..., -1]]
+        if name == "IQ4_NL":
+            table = torch.tensor(TABLE, dtype=torch.float32) / 32
+            numbers = table[codes.int()]
+        dense = numbers * wide[0][:, group]
+        dense = dense if wide[1] is None else dense + wide[1][:, group]
+        given = [*in_planes(codes, bits, width), scales, added, columns, bits, width, middle, outer, table]
+    return Planes(*(one.to(device) if isinstance(one, torch.Tensor) else one for one in given)), dense
 
 
 def test_words_hold_their_parts_of_a_tile():
@@ -90,11 +110,12 @@ def test_shapes_that_do_not_fit_are_refused(device):
 
 def compile_cases():
     for name, tokens, parts in (("Q6_K", 1, False), ("Q5_K", 16, True)):
-        bits, width, adds = LAYOUTS[name]
+        bits, width, adds, nested = LAYOUTS[name]
         rows, columns, low = 4096, 4096, 4
         words = [torch.empty(rows, columns * each // 16, dtype=torch.int16) for each in (low, bits - low)]
-        scales = torch.empty(rows, columns // width, dtype=torch.float16)
-        weight = Planes(*words, scales, scales if adds else None, columns, bits, width, 0 if adds else 32)
+        scales = torch.empty(rows, columns // width, dtype=torch.int8 if nested else torch.float16)
+        outer = torch.empty(rows, columns // width // 16, nested, dtype=torch.float16) if nested else None
+        added, middle = (scales, 0) if adds else (None, 32)
+        weight = Planes(*words, scales, added, columns, bits, width, middle, outer)
         x = torch.empty(tokens, columns, dtype=torch.bfloat16)
         yield lambda x=x, w=weight, p=parts: packed_planes(x, w, parts=p)
-    yield lambda: planes_dense(weight, torch.bfloat16)

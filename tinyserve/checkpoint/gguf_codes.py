@@ -9,8 +9,8 @@ products of a half and a small integer in the file, are rounded to halves (one p
     kept in  4 bits  Q4_0 Q4_1 Q4_K (as small as the file, to 11 %)   Q3_K
              2 bits  Q2_K        8 bits  Q8_0 (as small as the file)  Q5_0 Q5_1 Q5_K Q6_K IQ4_NL
 
-A file that would take more than `MOST` times its bytes so has its codes of 3, 5 and 6 bits kept in as many
-(quant/planes.py): Q5_0 then takes as much as in the file, Q5_1 too, Q5_K and Q6_K 9 and 7 % more, Q3_K 16 %.
+A file that would take more than `MOST` times its bytes so has its codes kept in as few bits as there, and scales of
+Q2_K, Q3_K and Q6_K as nested as there (quant/planes.py): all then take what the file takes, to 4 %, Q5_K 9 % more.
 
 Before: dequantize.py, which knows the blocks.  After: gguf_names.py; quant/grouped.py keeps and multiplies them.
 
@@ -65,9 +65,13 @@ def _q2_k(blocks: Tensor) -> Parts:
     return _fields(blocks[:, 16:80], 2, 32), scales[:, :1] * (packed & 15).float(), offsets
 
 
-def _q3_k(blocks: Tensor) -> Parts:
+def _inner_q3(blocks: Tensor) -> Tensor:
     low, high = _fields(blocks[:, 96:104], 4, 8), _fields(blocks[:, 104:108], 2, 4)
-    scale = _half(blocks[:, 108:110]) * (low | (high << 4)).float().sub_(32)
+    return (low | (high << 4)).to(torch.int8) - 32
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    scale = _half(blocks[:, 108:110]) * _inner_q3(blocks).float()
     return _fields(blocks[:, 32:96], 2, 32) | _fields(blocks[:, :32], 1, 32) << 2, scale, None
 
 
@@ -99,12 +103,20 @@ KEPT: dict[str, tuple[Scheme, int, Callable[[Tensor], Parts]]] = {
     "Q5_0": (Scheme("Q5_0", 8, 32, blocks=True, fine=5), 0, _q5_0),
     "Q5_1": (Scheme("Q5_1", 8, 32, added=True, blocks=True, fine=5), 0, _q5_1),
     "Q8_0": (Scheme("Q8_0", 8, 32, blocks=True), 0, _q8_0),
-    "Q2_K": (Scheme("Q2_K", 2, 16, added=True, blocks=True), 0, _q2_k),
+    "Q2_K": (Scheme("Q2_K", 2, 16, added=True, blocks=True, fine=2), 0, _q2_k),
     "Q3_K": (Scheme("Q3_K", 4, 16, blocks=True, fine=3), 4, _q3_k),
     "Q4_K": (Scheme("Q4_K", 4, 32, added=True, blocks=True), 0, _q4_k),
     "Q5_K": (Scheme("Q5_K", 8, 32, added=True, blocks=True, fine=5), 0, _q5_k),
     "Q6_K": (Scheme("Q6_K", 8, 16, blocks=True, fine=6), 0, _q6_k),
-    "IQ4_NL": (Scheme("IQ4_NL", 8, 32, blocks=True), 0, _iq4_nl),
+    "IQ4_NL": (Scheme("IQ4_NL", 8, 32, blocks=True, fine=4, values=IQ4_VALUES), 0, _iq4_nl),
+}
+
+
+# What the scales of a type are made of: a byte for each group, and one or two halves a block.
+NESTED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "Q2_K": lambda blocks: (blocks[:, :16], _half(blocks[:, 80:84])),
+    "Q3_K": lambda blocks: (_inner_q3(blocks), _half(blocks[:, 108:110])),
+    "Q6_K": lambda blocks: (blocks[:, 192:208].contiguous().view(torch.int8), _half(blocks[:, 208:])),
 }
 
 
@@ -122,7 +134,11 @@ def codes_of(rows: Tensor, kind: str) -> Codes:
     codes, scales, offsets = (None if one[0] is None else torch.cat(one) for one in zip(*pieces, strict=True))
     if middle:
         offsets = torch.full(scales.shape, middle, dtype=torch.uint8)
-    return Codes(scheme, codes, scales, offsets)
+    blocks = rows.reshape(-1, BLOCK_SIZES[kind][1])
+    inner, outer = NESTED[kind](blocks) if kind in NESTED else (None, None)
+    if inner is not None:
+        inner, outer = inner.reshape(len(rows), -1), outer.half().reshape(len(rows), -1, outer.shape[-1])
+    return Codes(scheme, codes, scales, offsets, inner=inner, outer=outer)
 
 
 def _some(rows: Tensor, kind: str, take: Callable[[Tensor], Parts]) -> Parts:

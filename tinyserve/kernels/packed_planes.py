@@ -1,20 +1,28 @@
-"""Codes of three, five or six bits, in two planes, times a few vectors; and as numbers.
+"""Codes as GGUF files hold them, in the bits that they have there, times a few vectors; and as numbers.
 
     y = x · Wᵀ + bias        W[n, k] = (code[n, k] - middle) * scale[n, g] + added[n, g]        g = k // width
 
-A word of 16 bits holds no whole number of such codes, so a code is cut in two. Its low bits (four, of three-bit codes
-two) stand in words as those of `packed.py` do, and its high bits in words of their own, in the same tiles:
+A word of 16 bits holds no whole number of codes of three, five or six bits, so such a code is cut in two. Its low bits
+(four, of three-bit codes two) stand in words as those of `packed.py` do, its high bits in words of their own, in the
+same tiles:
 
     six bits, tile 16      low words e = 0 .. 3     bits 4 p ..    column 4 p + e       p = 0 .. 3
                            high words e = 0, 1      bits 2 q ..    column 2 q + e       q = 0 .. 7
 
 What belongs together is LOW * p bits up in both, once the high word has been moved by its column's share of the step:
 word e % 2 of the high plane, moved by 2 (e // 2) bits, has the high bits of low word e at the places of their low ones.
-Nothing else is put in order: one move for each word, two masks, a move and an OR for each code, which becomes a float
-by its mantissa as in `packed.py`.
+Moved by LOW more, and with the exponent of a float in its upper half, it makes two masks and an OR of two instructions,
+and the code is a float by its mantissa as in `packed.py`.
 
-A matrix takes what its file takes: 5.5 bits a weight for Q5_0 and 7 for Q6_K, where a byte for each code takes 8.5 and
-9. More instructions stand against that, so it is for files that would not fit well otherwise (quant/grouped.py).
+Codes of two bits have one plane, and so have those of four bits that are rows of a table (IQ4_NL). Scales of K-quants
+stay nested: a byte for each group, times a half for each 256 columns.
+
+    inner [N, G] int8       scale = inner * outer[n, g // 16]                                      Q3_K, Q6_K
+    inner [N, G] uint8      scale = (inner & 15) * outer[.., 0]    added = -(inner >> 4) * outer[.., 1]      Q2_K
+
+A matrix then takes what its file takes: 5.5 bits a weight for Q5_0 and 6.6 for Q6_K, where a byte for each code takes
+8.5 and 9. A row of codes takes 7 to 8 instructions each on an H200 (as compiled; not timed), as long as reading 8.5
+bits, so it is for files that would not fit well otherwise (quant/planes.py).
 
 One row is summed up by threads; more go through matrix instructions, in tiles of 16 to 64, scaled number by number and
 rounded to the type of x, as groups are narrow. K can be split where W is short; `parts` are added by who reads them.
@@ -32,7 +40,8 @@ from attrs import evolve, frozen
 from .launch import cdiv, check_rows, choose, facts, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 from .packed import tile_of, tiled, untiled
 
-LOW_BITS = {3: 2, 5: 4, 6: 4}  # bits of a code: of its low part
+GROUPS = 16  # of nested scales that share an outer one
+LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4}  # bits of a code: of its low part
 
 
 @frozen(eq=False)
@@ -40,20 +49,25 @@ class Planes:
     """A matrix of N rows and K columns.
 
     Attributes:
-        low, high: [N, tiles * tile * bits / 16] int16 words of either part.
-        scales: [N, G] floating point.   added: the same, or None: numbers that are added after the scale.
-        columns: K.   bits: 3, 5 or 6.   width: columns that share a scale, a multiple of 16.
+        low, high: [N, tiles * tile * bits / 16] int16 words of either part; high is None for two and four bits.
+        scales: [N, G] floating point, or with `outer` one byte each, see above.
+        added: [N, G] in the type of the scales, or None: numbers that are added after the scale.
+        columns: K.   bits: 2 to 6.   width: columns that share a scale, a multiple of 16.
         middle: of all codes.
+        outer: [N, G / 16, 1], or 2 for unsigned scales; None: scales are numbers.
+        table: float32 [16], what codes stand for; or None.
     """
 
     low: torch.Tensor
-    high: torch.Tensor
+    high: torch.Tensor | None
     scales: torch.Tensor
     added: torch.Tensor | None
     columns: int
     bits: int
     width: int
     middle: int = 0
+    outer: torch.Tensor | None = None
+    table: torch.Tensor | None = None
 
     @property
     def tile(self) -> int:
@@ -62,33 +76,48 @@ class Planes:
 
     def take(self, rows: torch.Tensor) -> "Planes":
         """Some of the rows, by their numbers."""
-        added = None if self.added is None else self.added[rows]
-        return evolve(self, low=self.low[rows], high=self.high[rows], scales=self.scales[rows], added=added)
+        by_row = {name: getattr(self, name) for name in ("low", "high", "scales", "added", "outer")}
+        return evolve(self, **{name: None if own is None else own[rows] for name, own in by_row.items()})
 
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""
         low = LOW_BITS[self.bits]
         given = {"LOW": low, "HIGH": self.bits - low, "TILE": self.tile, "WIDTH": self.width}
-        return given | {"MIDDLE": self.middle, "ADDED": self.added is not None}
+        nested = 0 if self.outer is None else self.outer.shape[2]
+        given |= {"MIDDLE": self.middle, "ADDED": self.added is not None or nested == 2}
+        return given | {"NESTED": nested, "TABLE": self.table is not None}
 
 
-def in_planes(codes: torch.Tensor, bits: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the low and the high words of codes [N, K] uint8 below 2**bits."""
+def in_planes(codes: torch.Tensor, bits: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the low and the high words of codes [N, K] uint8 below 2**bits; no high ones if there are none."""
     low, tile = LOW_BITS[bits], tile_of(width)
-    return tiled(codes & (2**low - 1), low, tile), tiled(codes >> low, bits - low, tile)
+    high = tiled(codes >> low, bits - low, tile) if bits > low else None
+    return tiled(codes & (2**low - 1), low, tile), high
 
 
 def planes_dense_reference(weight: Planes, dtype: torch.dtype) -> torch.Tensor:
     """The specification of `planes_dense`."""
     low = LOW_BITS[weight.bits]
     codes = untiled(weight.low, low, weight.tile, weight.columns).int()
-    codes = codes | untiled(weight.high, weight.bits - low, weight.tile, weight.columns).int() << low
+    if weight.high is not None:
+        codes = codes | untiled(weight.high, weight.bits - low, weight.tile, weight.columns).int() << low
     scales, added = (
-        None if one is None else one.float().repeat_interleave(weight.width, dim=1)[:, : weight.columns]
-        for one in (weight.scales, weight.added)
+        None if one is None else one.repeat_interleave(weight.width, dim=1)[:, : weight.columns]
+        for one in _unnested(weight)
     )
-    numbers = (codes - weight.middle).float() * scales
+    numbers = ((codes - weight.middle).float() if weight.table is None else weight.table[codes]) * scales
     return (numbers if added is None else numbers + added).to(dtype)
+
+
+def _unnested(weight: Planes) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales, and what is added or None: [N, G] float32."""
+    if weight.outer is None:
+        return weight.scales.float(), None if weight.added is None else weight.added.float()
+    outer = weight.outer.float().repeat_interleave(GROUPS, dim=1)[:, : weight.scales.shape[1]]
+    if outer.shape[2] == 1:
+        return weight.scales.float() * outer[..., 0], None
+    inner = weight.scales.int()
+    return (inner & 15).float() * outer[..., 0], -(inner >> 4).float() * outer[..., 1]
 
 
 def packed_planes_reference(
@@ -101,31 +130,74 @@ def packed_planes_reference(
 
 
 @triton.jit
-def _moved(high_ptr, element, lane, inside, HIGH: tl.constexpr, SPAN: tl.constexpr):
-    """int32 of high words, moved so that their bits stand at the places of the low words' at `lane`.
+def _moved(high_ptr, element, lane, inside, LOW: tl.constexpr, HIGH: tl.constexpr, SPAN: tl.constexpr):
+    """int32 of high words, moved so that their bits stand LOW above the places of the low words' at `lane`; with the
+    exponent of the floats that codes will be, which saves them an instruction each.
 
     Args: element: offset of the tile's first high word; lane: of the low word in its tile; SPAN: high words of a tile.
     """
-    word = tl.load(high_ptr + element + lane % SPAN, mask=inside, other=0).to(tl.int32) & 0xFFFF
-    return word >> (HIGH * (lane // SPAN))
+    if HIGH == 0:
+        return tl.full(inside.shape, 0x4B000000, tl.int32)
+    else:
+        word = tl.load(high_ptr + element + lane % SPAN, mask=inside, other=0).to(tl.int32) & 0xFFFF
+        return ((word >> (HIGH * (lane // SPAN))) << LOW) | 0x4B000000
 
 
 @triton.jit
-def _number(low, high, place: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, MIDDLE: tl.constexpr):
+def _number(
+    low,
+    high,
+    table_ptr,  # [16]; read if TABLE
+    place: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    TABLE: tl.constexpr,
+):
     """float32 of the codes at one place of their words, less MIDDLE, times 2 ** (LOW * place)."""
     shift: tl.constexpr = LOW * place
+    if TABLE:
+        return tl.load(table_ptr + ((low >> shift) & 15)) * (2.0**shift)
+    else:
+        return _counted(low, high, shift, LOW, HIGH, MIDDLE)
+
+
+@triton.jit
+def _counted(low, high, shift: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, MIDDLE: tl.constexpr):
+    """The same of codes that are numbers themselves."""
     mask: tl.constexpr = ((1 << LOW) - 1) << shift
-    mask_high: tl.constexpr = ((1 << HIGH) - 1) << shift
-    inside = (low & mask) | ((high & mask_high) << LOW) | 0x4B000000
+    mask_high: tl.constexpr = (((1 << HIGH) - 1) << (shift + LOW)) | 0x4B000000
+    inside = (low & mask) | (high & mask_high)
     return inside.to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE * (1 << shift))
+
+
+@triton.jit
+def _of_group(scales_ptr, added_ptr, outer_ptr, row, group, G, ADDED: tl.constexpr, NESTED: tl.constexpr):
+    """float32 of the scales of groups, and of what is added. row: int64."""
+    added = 0.0
+    if NESTED == 0:
+        scale = tl.load(scales_ptr + row * G + group).to(tl.float32)
+        if ADDED:
+            added = tl.load(added_ptr + row * G + group).to(tl.float32)
+    else:
+        inner = tl.load(scales_ptr + row * G + group).to(tl.int32)
+        outer = outer_ptr + (row * tl.cdiv(G, 16) + group // 16) * NESTED
+        if NESTED == 2:
+            scale = (inner & 15).to(tl.float32) * tl.load(outer).to(tl.float32)
+            added = -((inner >> 4).to(tl.float32) * tl.load(outer + 1).to(tl.float32))
+        else:
+            scale = inner.to(tl.float32) * tl.load(outer).to(tl.float32)
+    return scale, added
 
 
 @triton.jit
 def _planes_dense_kernel(
     low_ptr,  # [N, low_elements]
-    high_ptr,  # [N, high_elements]
+    high_ptr,  # [N, high_elements]; read if HIGH
     scales_ptr,  # [N, G]
     added_ptr,  # [N, G]; read if ADDED
+    outer_ptr,  # [N, G / 16, NESTED]; read if NESTED
+    table_ptr,  # [16]; read if TABLE
     out_ptr,  # [N, K]
     K,
     low_elements,
@@ -137,6 +209,8 @@ def _planes_dense_kernel(
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ADDED: tl.constexpr,
+    NESTED: tl.constexpr,
+    TABLE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     LANES: tl.constexpr = TILE * LOW // 16
@@ -146,13 +220,13 @@ def _planes_dense_kernel(
     lane = tl.arange(0, LANES)[None, :]
     inside = tile * TILE + lane * 0 < K
     low = tl.load(low_ptr + row * low_elements + tile * LANES + lane, mask=inside, other=0).to(tl.int32)
-    high = _moved(high_ptr + row * high_elements, tile * SPAN, lane, inside, HIGH, SPAN)
+    high = _moved(high_ptr + row * high_elements, tile * SPAN, lane, inside, LOW, HIGH, SPAN)
     group = tl.minimum(tile * TILE // WIDTH, G - 1)
-    scale = tl.load(scales_ptr + row * G + group).to(tl.float32)
+    scale, added = _of_group(scales_ptr, added_ptr, outer_ptr, row, group, G, ADDED, NESTED)
     for place in tl.static_range(16 // LOW):
-        number = _number(low, high, place, LOW, HIGH, MIDDLE) * (2.0 ** (-LOW * place)) * scale
+        number = _number(low, high, table_ptr, place, LOW, HIGH, MIDDLE, TABLE) * (2.0 ** (-LOW * place)) * scale
         if ADDED:
-            number += tl.load(added_ptr + row * G + group).to(tl.float32)
+            number += added
         column = tile * TILE + place * LANES + lane
         tl.store(out_ptr + row * K + column, number.to(out_ptr.dtype.element_ty), mask=column < K)
 
@@ -161,9 +235,11 @@ def _planes_dense_kernel(
 def _planes_gemv_kernel(
     x_ptr,  # [K]
     low_ptr,  # [N, low_elements]
-    high_ptr,  # [N, high_elements]
+    high_ptr,  # [N, high_elements]; read if HIGH
     scales_ptr,  # [N, G]
     added_ptr,  # [N, G]; read if ADDED
+    outer_ptr,  # [N, G / 16, NESTED]; read if NESTED
+    table_ptr,  # [16]; read if TABLE
     bias_ptr,  # [N]; read if BIAS
     out_ptr,  # [N]
     N,
@@ -178,6 +254,8 @@ def _planes_gemv_kernel(
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ADDED: tl.constexpr,
+    NESTED: tl.constexpr,
+    TABLE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -197,18 +275,20 @@ def _planes_gemv_kernel(
         tile = start // TILE + tiles
         inside = (tile * TILE + lane * 0 < K) & (wide >= 0)
         low = tl.load(low_ptr + wide * low_elements + tile * LANES + lane, mask=inside, other=0).to(tl.int32)
-        high = _moved(high_ptr + wide * high_elements, tile * SPAN, lane, inside, HIGH, SPAN)
-        group = wide * G + tl.minimum(tile * TILE // WIDTH, G - 1)
+        high = _moved(high_ptr + wide * high_elements, tile * SPAN, lane, inside, LOW, HIGH, SPAN)
+        group = tl.minimum(tile * TILE // WIDTH, G - 1)
+        scale, added = _of_group(scales_ptr, added_ptr, outer_ptr, wide, group, G, ADDED, NESTED)
         part = tl.zeros(total.shape, tl.float32)
         sums = tl.zeros([1, BLOCK_K // TILE, LANES], tl.float32)
         for place in tl.static_range(16 // LOW):
             column = tile * TILE + place * LANES + lane
             x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
             sums += x
-            part += _number(low, high, place, LOW, HIGH, MIDDLE) * (x * (2.0 ** (-LOW * place)))
-        total += part * tl.load(scales_ptr + group).to(tl.float32)
+            small = x * (2.0 ** (-LOW * place))
+            part += _number(low, high, table_ptr, place, LOW, HIGH, MIDDLE, TABLE) * small
+        total += part * scale
         if ADDED:
-            total += sums * tl.load(added_ptr + group).to(tl.float32)
+            total += sums * added
 
     y = tl.sum(tl.sum(total, axis=2), axis=1)
     if BIAS:
@@ -220,9 +300,11 @@ def _planes_gemv_kernel(
 def _planes_gemm_kernel(
     x_ptr,  # [M, K]
     low_ptr,  # [N, low_elements]
-    high_ptr,  # [N, high_elements]
+    high_ptr,  # [N, high_elements]; read if HIGH
     scales_ptr,  # [N, G]
     added_ptr,  # [N, G]; read if ADDED
+    outer_ptr,  # [N, G / 16, NESTED]; read if NESTED
+    table_ptr,  # [16]; read if TABLE
     bias_ptr,  # [N]; read if BIAS
     out_ptr,  # [M, N]; [SPLITS, M, N] float32 if there are parts
     M,
@@ -239,6 +321,8 @@ def _planes_gemm_kernel(
     WIDTH: tl.constexpr,
     MIDDLE: tl.constexpr,
     ADDED: tl.constexpr,
+    NESTED: tl.constexpr,
+    TABLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a multiple of TILE
@@ -264,13 +348,13 @@ def _planes_gemm_kernel(
         tile = (start // TILE + element // LANES)[None, :]
         inside = (tile * TILE < K) & (read >= 0)
         low = tl.load(low_ptr + read * low_elements + tile * LANES + lane, mask=inside, other=0).to(tl.int32)
-        high = _moved(high_ptr + read * high_elements, tile * SPAN, lane, inside, HIGH, SPAN)
-        group = read * G + tl.minimum(tile * TILE // WIDTH, G - 1)
-        scale = tl.load(scales_ptr + group).to(tl.float32)
+        high = _moved(high_ptr + read * high_elements, tile * SPAN, lane, inside, LOW, HIGH, SPAN)
+        group = tl.minimum(tile * TILE // WIDTH, G - 1)
+        scale, added = _of_group(scales_ptr, added_ptr, outer_ptr, read, group, G, ADDED, NESTED)
         for place in tl.static_range(16 // LOW):
-            number = _number(low, high, place, LOW, HIGH, MIDDLE) * (2.0 ** (-LOW * place)) * scale
+            number = _number(low, high, table_ptr, place, LOW, HIGH, MIDDLE, TABLE) * (2.0 ** (-LOW * place)) * scale
             if ADDED:
-                number += tl.load(added_ptr + group).to(tl.float32)
+                number += added
             column = tile * TILE + place * LANES + lane
             x = tl.load(x_row + column, mask=(token[:, None] < M) & (column < K), other=0.0)
             total = tl.dot(number.to(x.dtype), tl.trans(x), total, input_precision="ieee")
@@ -328,7 +412,7 @@ def packed_planes(
     if not out.numel():
         return out
     if tokens == 1:
-        block = {"BLOCK_N": 8, "BLOCK_K": min(next_power_of_2(columns), 512), "num_warps": 2}
+        block = {"BLOCK_N": 4, "BLOCK_K": min(next_power_of_2(columns), 1024), "num_warps": 1}  # no barrier in the loop
         block = choose("planes_gemv", x, block, inputs=columns, outputs=rows, bits=weight.bits)
         grid = (cdiv(rows, block["BLOCK_N"]),)
         _planes_gemv_kernel[grid](x, *_given(weight), *given, rows, columns, *_sizes(weight), **same, **block)
@@ -340,11 +424,13 @@ def packed_planes(
 
 
 def _given(weight: Planes) -> tuple[torch.Tensor, ...]:
-    return weight.low, weight.high, weight.scales, weight.scales if weight.added is None else weight.added
+    """Pointers; those that are not read point at the words."""
+    given = (weight.low, weight.high, weight.scales, weight.added, weight.outer, weight.table)
+    return tuple(weight.low if one is None else one for one in given)
 
 
 def _sizes(weight: Planes) -> tuple[int, ...]:
-    return weight.low.shape[1], weight.high.shape[1], weight.scales.shape[1]
+    return weight.low.shape[1], 0 if weight.high is None else weight.high.shape[1], weight.scales.shape[1]
 
 
 def _options(x: torch.Tensor, weight: Planes, rows: int, parts: bool) -> dict[str, int]:

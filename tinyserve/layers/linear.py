@@ -100,7 +100,18 @@ class Linear(Part):
         """Use the codes of another layer (a tied head), which `format` has packed, instead of `allocate` and `load`."""
         self.format, self.dtype, self.device = format, owner.dtype, owner.device
         self.packed = owner.packed
-        for name in ("codes", "high", "scales", "zeros", "order", "groups", "table", "input_scale", "input_zero"):
+        for name in (
+            "codes",
+            "high",
+            "outer",
+            "scales",
+            "zeros",
+            "order",
+            "groups",
+            "table",
+            "input_scale",
+            "input_zero",
+        ):
             self.register_buffer(name, getattr(owner, name))
 
     def load(self, name: str, part: int, stored: Stored) -> None:

@@ -56,6 +56,7 @@ class Scheme:
         added: `zeros` of the codes are no zero points but numbers added after the scale.
         blocks: the codes are a GGUF file's own.
         fine: bits that a code has in the file, where memory has more: it may be kept in these (planes.py); else 0.
+        values: the numbers that codes of `fine` bits are, in ascending order; None: consecutive ones.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Scheme:
     added: bool = False
     blocks: bool = False
     fine: int = 0
+    values: tuple[int, ...] | None = field(default=None, repr=False)
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes in memory of a matrix without zero points, about: scales have two bytes, one a row or of fp8 four."""
@@ -85,6 +87,7 @@ class Codes:
         zeros: [N, G] or None, in codes.
         groups: [K] group of each column where they are not consecutive (act-order), else None.
         input_scale, input_zero: of static inputs, one number each, or None.
+        inner, outer: [N, G] and [N, G / 16, 1 or 2]: what scales (and zeros) were made of, as planes.py may keep them.
     """
 
     scheme: Scheme
@@ -94,11 +97,13 @@ class Codes:
     groups: Tensor | None = None
     input_scale: Tensor | None = None
     input_zero: Tensor | None = None
+    inner: Tensor | None = None
+    outer: Tensor | None = None
 
     def rows(self, which: slice | Tensor) -> Codes:
         """Return some of the rows."""
-        zeros = None if self.zeros is None else self.zeros[which]
-        return evolve(self, codes=self.codes[which], scales=self.scales[which], zeros=zeros)
+        by_row = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "inner", "outer")}
+        return evolve(self, **{name: None if own is None else own[which] for name, own in by_row.items()})
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers, [N, K]; computed in float32."""

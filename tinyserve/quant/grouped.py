@@ -60,6 +60,10 @@ ONLINE = {
 }
 
 
+NESTED = ("inner", "outer")  # of Codes
+PLANES = ("high", "outer")  # of Planes, beside codes, scales and zeros
+
+
 class Grouped:
     """Codes and scales of one scheme. Args: scheme: of all parts; planes: keep codes in the bits that they have."""
 
@@ -84,6 +88,7 @@ class Grouped:
         scales = compact(codes.scales) if codes.scales.shape[1] > 1 else codes.scales.float()
         found = {"codes": codes.codes, "scales": scales, "zeros": codes.zeros, "groups": codes.groups}
         found |= {"input_scale": codes.input_scale, "input_zero": codes.input_zero}
+        found |= {what: getattr(codes, what) if self.planes else None for what in NESTED}
         layer.loaded[part] = {
             what: None if tensor is None else tensor.contiguous().to(layer.device, copy=True)
             for what, tensor in found.items()
@@ -109,12 +114,18 @@ class Grouped:
         order = self._order(layer, codes[0], scales.shape[1], width)
         layer.packed = None
         layer.register_buffer("order", None if order is None or layer.groups is None else order)
-        layer.register_buffer("high", None)
+        for what in PLANES:
+            layer.register_buffer(what, None)
         if order is None:
             codes = torch.cat([pack(one, self.scheme.bits) for one in codes])
         elif self.planes and layer.inputs == scales.shape[1] * width:
-            layer.packed = to_planes(codes, self.scheme, scales, zeros, layer.inputs)
-            codes, layer.high, zeros = layer.packed.low, layer.packed.high, layer.packed.added
+            nested = [None if parts[0][what] is None else torch.cat([part[what] for part in parts]) for what in NESTED]
+            layer.packed = to_planes(codes, self.scheme, scales, zeros, *nested)
+            codes, scales, zeros, *others = (
+                getattr(layer.packed, what) for what in ("low", "scales", "added", *PLANES)
+            )
+            for what, tensor in zip(PLANES, others, strict=True):
+                layer.register_buffer(what, tensor)
         else:
             layer.register_buffer("groups", None)
             codes = torch.cat([self._tiled(one, layer.order, width) for one in codes])

@@ -1,9 +1,9 @@
-"""Blocks of GGUF files with codes of three, five or six bits, kept in as many (kernels/packed_planes.py).
+"""Blocks of GGUF files in the bits that they have there (kernels/packed_planes.py), where a byte a code would be large.
 
-Such codes are kept one to a byte (two in a byte where they have three bits) as long as the whole file still takes
-little more memory than it has bytes: kernels read bytes with fewer instructions. A file that is mostly made of them,
-as those called Q5_K_M and Q6_K are, would take a third more; its linear layers and its table keep them in planes. Its
-experts do not.
+Codes of 3, 5 and 6 bits are kept in 4 and 8, and scales of K-quants spelled out, as long as the whole file still takes
+little more memory than it has bytes: kernels read those with fewer instructions. A file that is mostly made of such
+blocks, as those called Q5_K_M and Q6_K are, would take a third more; its linear layers and its table are kept so, its
+experts are not.
 
 Before: codes.py, kernels/packed_planes.py.  After: grouped.py.
 """
@@ -25,17 +25,30 @@ from .format import Fused
 MOST_ROWS = 64  # above, a product takes longer than the reading of its codes
 
 
-def to_planes(codes: list[Tensor], scheme: Scheme, scales: Tensor, zeros: Tensor | None, columns: int) -> Planes:
+def to_planes(
+    codes: list[Tensor],
+    scheme: Scheme,
+    scales: Tensor,
+    zeros: Tensor | None,
+    inner: Tensor | None,
+    outer: Tensor | None,
+) -> Planes:
     """Put the codes of a layer's parts, [n, K] each, on top of each other.
 
-    Args: scales: [N, G].   zeros: [N, G], what is added; or the middle of all codes; or None, a middle of 0.
+    Args: scales: [N, G].   zeros: [N, G], what is added.   inner, outer: what both are made of, or None (codes.py).
     """
-    middle = 0 if scheme.added else 2 ** (scheme.fine - 1)
+    middle = 0 if scheme.added or scheme.values else 2 ** (scheme.fine - 1)
     shift = middle if codes[0].dtype == torch.int8 else 0
-    parts = [in_planes((part + shift).to(torch.uint8), scheme.fine, scheme.width) for part in codes]
-    low, high = (torch.cat(words) for words in zip(*parts, strict=True))
-    added = zeros.to(scales.dtype) if scheme.added else None
-    return Planes(low, high, scales, added, columns, scheme.fine, scheme.width, middle)
+    table = None if scheme.values is None else torch.tensor(scheme.values, dtype=torch.float32, device=scales.device)
+
+    def counted(part: Tensor) -> Tensor:
+        return part + shift if table is None else torch.searchsorted(table, part.float())
+
+    parts = [in_planes(counted(part).to(torch.uint8), scheme.fine, scheme.width) for part in codes]
+    low, high = (None if words[0] is None else torch.cat(words) for words in zip(*parts, strict=True))
+    added = zeros.to(scales.dtype) if scheme.added and inner is None else None
+    scales = scales if inner is None else inner
+    return Planes(low, high, scales, added, codes[0].shape[1], scheme.fine, scheme.width, middle, outer, table)
 
 
 def product(
