@@ -22,7 +22,6 @@ from tinyserve.kernels.activation import gated_activation
 from tinyserve.kernels.packed import Packed, packed_dense
 from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
 from tinyserve.kernels.packed_gemv import packed_gemv, packed_gemv_reference
-from tinyserve.kernels.packed_strips import packed_strips
 from tinyserve.kernels.round_rows import round_rows
 from tinyserve.kernels.scaled_gemm import scaled_gemm, scaled_gemm_reference
 from tinyserve.quant.grouped import scaled_product
@@ -82,16 +81,10 @@ def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterato
 
     if tokens == 1:
         yield case(
-            "packed_gemv",
+            "packed_strips" if format == "int4" else "packed_gemv",
             lambda w: packed_gemv(x, w, **options),
             lambda: packed_gemv_reference(x, weights[0], **options),
         )
-        if format == "int4":  # not what a model takes for one row
-            yield case(
-                "packed_strips",
-                lambda w: packed_strips(x, w, **options),
-                lambda: packed_gemv_reference(x, weights[0], **options),
-            )
         return
     own = {"gate": gate, "parts": role.residual}
     if format != "int4":
@@ -131,11 +124,11 @@ def _many(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterat
 GEMV_TILES = [(8, 512, 4), (8, 1024, 4), (4, 1024, 4), (4, 1024, 2)]
 # Rows and columns of a tile, stages, warps.
 FP8_TILES = [(64, 256, 4, 4), (64, 256, 3, 4), (128, 128, 4, 8), (128, 128, 4, 4), (64, 128, 6, 4)]
-# Tiles of 128 columns of a warp and step, warps, steps asked for in the device's cache, whether words are carried.
+# Tiles of 128 columns of a warp and step, warps.
 STRIP_TILES = {
-    1: [(2, 4, 4, 0), (2, 8, 4, 0), (1, 4, 8, 0), (1, 8, 4, 0), (2, 4, 0, 0), (2, 4, 4, 1)],
-    8: [(2, 4, 4, 0), (2, 8, 4, 0), (1, 8, 4, 0)],
-    16: [(1, 4, 4, 0), (1, 8, 4, 0), (2, 4, 4, 0)],
+    1: [(2, 4), (2, 8), (4, 4), (1, 8), (1, 4)],
+    8: [(2, 4), (2, 8), (1, 8)],
+    16: [(1, 4), (1, 8), (2, 4)],
 }
 # Tokens and rows of a tile, stages, warps, whether numbers are scaled before the product.
 INT4_TILES = {
@@ -158,8 +151,8 @@ def variants(case: Case) -> Iterator[dict]:
                 rows = max(rows // (2 if role.gate else 1), 1)
                 yield {"BLOCK_N": rows, "BLOCK_K": columns, "AHEAD": 0, "num_warps": warps}
     elif case.kernel == "packed_strips":
-        for tiles, warps, far, ahead in STRIP_TILES[tokens]:
-            yield {"TILES": tiles, "FAR": far, "AHEAD": ahead, "num_warps": warps}
+        for tiles, warps in STRIP_TILES[tokens]:
+            yield {"TILES": tiles, "num_warps": warps}
     elif format == "int4":
         for block, rows, stages, warps, fold in (GATED_TILES if role.gate else INT4_TILES)[tokens]:
             for splits in (2, 4) if role.residual else (1,):

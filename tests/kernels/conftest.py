@@ -1,7 +1,8 @@
 """One test, two machines: fixtures that run a kernel test in the interpreter on the CPU, and on a GPU if there is one.
 
 A test that asks for `device` runs once per device; one that asks for `device` and `dtype` once per pair that works
-there: float32 and float16 on the CPU (the interpreter is wrong in bfloat16), bfloat16 as well on a GPU. While a CPU
+there: float32 and float16 on the CPU (the interpreter is wrong in bfloat16), bfloat16 as well on a GPU; a
+module whose kernel does not take them all names those that it does in `ONLY_DTYPES`. While a CPU
 test runs, launchers choose the kernel; the reference is called by its own name. What they allocate starts as NaN.
 """
 
@@ -39,6 +40,7 @@ def pytest_generate_tests(metafunc):
             pytest.param(place, dtype, marks=marks[place], id=f"{place}-{str(dtype).removeprefix('torch.')}")
             for place in places
             for dtype in DTYPES[place]
+            if dtype in getattr(metafunc.module, "ONLY_DTYPES", DTYPES[place])
         ]
         metafunc.parametrize(("device", "dtype"), pairs, indirect=["device"])
     else:

@@ -22,7 +22,7 @@ import triton.language as tl
 from .activation import KINDS, activate
 from .launch import cdiv, choose, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
 from .packed import Packed, shrunk, single
-from .packed_strips import packed_strips_reference
+from .packed_strips import packed_strips, packed_strips_reference, strips_fit
 
 
 def packed_gemv_reference(
@@ -271,6 +271,8 @@ def packed_gemv(
         raise ValueError(f"packed_gemv: norm must be [{x.shape[1]}], contiguous, is {list(norm.shape)}")
     if residual is not None and (residual.shape != (1, rows) or not residual.is_contiguous()):
         raise ValueError(f"packed_gemv: residual must be [1, {rows}], contiguous, is {list(residual.shape)}")
+    if weight.tile == 128 and strips_fit(x, weight, norm):
+        return packed_strips(x, weight, bias, **options)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     if rows and x.shape[1]:
         _launch(x, weight, bias, out, **options)

@@ -4,7 +4,7 @@
 
 One row may also have a norm before and a residual after, as in `packed_gemv.py`.
 
-That file needs five instructions a code, and a GPU has time for three and a half while it reads one. A matrix
+Vector units need five instructions a code, and a GPU has time for three and a half while it reads one. A matrix
 instruction takes 256 codes at once and leaves about two a code, most of them to make codes numbers.
 
 What it costs otherwise is that its operands must lie in a certain order over the threads of a warp, and going there
@@ -25,12 +25,9 @@ A program takes 16 rows of W (twice 16 if gated); its warps share K, each with s
 next step are asked for before the arithmetic of this one. Sums are float32, scaled after each tile; a norm's weight
 times x is rounded to x's type before the product, once, as a norm of its own would leave it.
 
-One row is left to `packed_gemv.py`: with FAR in place of carried words, a step of a whole model took 5 % more here than
-there; with carried words it has not been tried.
-
 Source: the layout of mma.m16n8k16 in NVIDIA's PTX ISA; Frantar et al., "MARLIN", arXiv:2408.11743, section 3.
 
-Before: `packed.py`.  After: packed_gemm.py, which comes here with 2 to 16 rows where it fits.
+Before: `packed.py`.  After: packed_gemv.py comes here with one row in groups of 128, packed_gemm.py with 2 to 16.
 """
 
 import torch
@@ -101,39 +98,6 @@ def _of_words(ptr, row, tile, G, tiles, more, TILE: tl.constexpr, WIDTH: tl.cons
     inside = (tile < tiles) & more
     values = tl.load(ptr + place, mask=inside[None, None, :, None, :], other=0.0)
     return tl.permute(values, (1, 2, 4, 3, 0))  # loaded so that threads hold what they need
-
-
-@triton.jit
-def _ask(place, wanted):
-    """Ask for what lies at these places to be brought to the device's cache, where it is wanted."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [place.to(tl.int64), wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _ask_words(codes_ptr, first, N, tile, tiles, row_elements, TILES: tl.constexpr, GATED: tl.constexpr):
-    """Ask for TILES tiles from `tile` on of the 16 rows from `first` on, and as many of the second half."""
-    both = tl.arange(0, 32 if GATED else 16)[:, None]
-    row = tl.minimum(first + both % 16, N - 1) + both // 16 * N
-    each = tile + tl.arange(0, TILES)[None, :]
-    _ask(codes_ptr + row.to(tl.int64) * row_elements + each * 32, (each < tiles) & (row >= 0))
-
-
-@triton.jit
-def _ask_groups(ptr, first, N, G, GATED: tl.constexpr):
-    """Ask for the values of all groups of these rows, or as many as 128 times 64 bytes hold."""
-    EACH: tl.constexpr = 512 // ptr.dtype.element_ty.primitive_bitwidth
-    ahead = tl.arange(0, 128) * EACH
-    wanted = ahead < tl.minimum(16, N - first) * G
-    _ask(ptr + first.to(tl.int64) * G + ahead, wanted)
-    if GATED:
-        _ask(ptr + (first + N).to(tl.int64) * G + ahead, wanted)
 
 
 @triton.jit
@@ -266,9 +230,10 @@ def _ahead(codes_ptr, scales_ptr, zeros_ptr, row, tile, row_elements, G, tiles, 
 def _finished(total, scales_ptr, bias_ptr, read, norm_scale, ONE: tl.constexpr, WIDTH: tl.constexpr,
               BIAS: tl.constexpr):  # fmt: skip
     """[16, TOKENS] from the sums of all tiles; [16, 1] of one token, which all columns hold."""
-    y = tl.sum(total, axis=0)
-    if ONE:
-        y = tl.sum(y, axis=1)[:, None] * (norm_scale / total.shape[2])
+    if ONE:  # columns first: fewer numbers go through shared memory, where warps' numbers stand in the same banks
+        y = tl.sum(tl.sum(total, axis=2), axis=0)[:, None] * (norm_scale / total.shape[2])
+    else:
+        y = tl.sum(total, axis=0)
     if WIDTH == 0:
         y *= tl.load(scales_ptr + read)[:, None].to(tl.float32)
     if BIAS:
@@ -311,7 +276,6 @@ def _packed_strips_kernel(
     TILES: tl.constexpr,  # of a warp and step
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,  # ask for a step's words before the arithmetic of the one in front
-    FAR: tl.constexpr,  # steps for which the device's cache is asked to have the words; 0: none
     STAGES: tl.constexpr,  # more than 1: x comes through shared memory, asked for a step ahead
     LATE: tl.constexpr,  # hold the next kernel back until the loop is through
     PDL: tl.constexpr,
@@ -325,14 +289,6 @@ def _packed_strips_kernel(
     each: tl.constexpr = TILES * WARPS  # tiles of a step
     LANES: tl.constexpr = TILE // 4
     lane = tl.arange(0, 32) // LANES * TILE + tl.arange(0, 32) % LANES  # columns of words of 128 columns
-    first = tl.program_id(0) * 16
-    if NATIVE and FAR > 0:
-        for step in tl.static_range(FAR):
-            _ask_words(codes_ptr, first, N, step * each, tiles, row_elements, each, GATE != "")
-        if WIDTH > 0:
-            _ask_groups(scales_ptr, first, N, G, GATE != "")
-        if ZEROS:
-            _ask_groups(zeros_ptr, first, N, G, GATE != "")
     if AHEAD:
         words, scale, zero = _ahead(
             codes_ptr, scales_ptr, zeros_ptr, rows, tile, row_elements, G, tiles, True, TILE, WIDTH, ZEROS, EVEN
@@ -350,8 +306,6 @@ def _packed_strips_kernel(
     wait_inputs(PDL)
 
     for start in tl.range(0, tiles, TILES * WARPS, num_stages=STAGES):
-        if NATIVE and FAR > 0:
-            _ask_words(codes_ptr, first, N, start + FAR * each, tiles, row_elements, each, GATE != "")
         later = tile + (start + each if AHEAD else start)
         more = start + each < tiles if AHEAD else True
         next_words, next_scale, next_zero = _ahead(
@@ -488,12 +442,10 @@ def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
 
 
 def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool) -> dict[str, int]:
-    """Two tiles a warp and step unless registers are taken otherwise, eight warps where four would not fill the device.
-
-    Words are carried one step ahead. Asking the device's cache for later steps instead (FAR) is there to be measured.
-    """
+    """Two tiles a warp and step unless registers are taken otherwise, eight warps where four would not fill the device;
+    words are carried one step ahead."""
     tokens, tiles = x.shape[0], cdiv(x.shape[1], 128)
     warps = 8 if cdiv(rows, 16) <= 2 * facts(x.device).processors and tiles >= 16 else 4
     crowded = gated and (tokens > 8 or weight.zeros is not None)
     each = 1 if crowded or tiles < 2 * warps or (tokens > 8 and warps > 4) else 2
-    return {"TILES": each, "AHEAD": 1, "FAR": 0, "STAGES": 1, "num_warps": warps}
+    return {"TILES": each, "AHEAD": 1, "STAGES": 1, "num_warps": warps}
