@@ -51,6 +51,8 @@ REFUSED = [
     {"prompt_logprob_start": 1}, {"prompt_logprob_start": -1, "prompt_logprob_token_ids": [1]},
     {"flat_logprobs": None}, {"detokenize": 0}, {"skip_special_tokens": 2}, {"spaces_between_special_tokens": "no"},
     {"output_kind": 1}, {"stream_interval": 0}, {"logit_bias": {"a": 1}}, {"logit_bias": {1: 101}},
+    {"logit_bias": {"1_0": 1}}, {"logit_bias": {"\u0665": 1}}, {"logit_bias": {"5": 1, "05": 2}},
+    {"logit_bias": {"9" * 5000: 1}}, {"logit_bias": {"--5": 1}}, {"logit_bias": {1.5: 1}},
     {"logit_bias": {1: math.nan}}, {"logit_bias": {-1: 1}}, {"logit_bias": [1]}, {"allowed_token_ids": []},
     {"allowed_token_ids": "ab"}, {"skip_reading_prefix_cache": 1}, {"extra_args": [1]},
     {"extra_args": {"a": [{"b": 2**63}]}}, {"repetition_detection": {"max_pattern_size": 4, "min_count": 1}},

@@ -190,10 +190,15 @@ def as_bias(value: Mapping[int | str, float] | None) -> dict[int, float] | None:
         refuse("logit_bias", f"logit_bias has {len(value)} entries; at most {MAX_TOKEN_LIST} are allowed.")
     bias: dict[int, float] = {}
     for key, added in value.items():
+        whole = key.isascii() and key.lstrip("-").isdecimal() if isinstance(key, str) else hasattr(key, "__index__")
+        if not whole or isinstance(key, bool):
+            refuse("logit_bias", f"logit_bias keys must be token ids, got {shown(key)}.")
         try:
             token = int(key)
-        except (TypeError, ValueError):
+        except ValueError:  # 5000 digits, or "--5"
             refuse("logit_bias", f"logit_bias keys must be token ids, got {shown(key)}.")
+        if token in bias:
+            refuse("logit_bias", f"logit_bias names token {token} twice.")
         if token < 0 or isinstance(added, bool) or not isinstance(added, (int, float)):
             refuse("logit_bias", f"logit_bias must map token ids to numbers, got {shown(key)}: {shown(added)}.")
         if not abs(added) <= 100:  # NaN is not

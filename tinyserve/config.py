@@ -7,8 +7,8 @@ fills the numbers that depend on the device only; what depends on the model is r
 
 This is also the only file that reads the process environment; the functions at the end are all that it is asked for.
 
-Before: options.py (how a declaration is read), elsewhere.py (what is none of ours).  After: every subsystem, which takes
-its own class and no other.
+Before: options.py (how a declaration is read), elsewhere.py (what is none of ours).
+After: every subsystem, which takes its own class and no other.
 """
 
 import os

@@ -88,9 +88,9 @@ CALLED = {
     "lora_paths": "lora_modules", "max_batch_size": "max_num_seqs", "max_concurrent_requests": "max_num_seqs",
     "max_input_length": "max_model_len", "max_length": "max_model_len", "max_running_requests": "max_num_seqs",
     "max_seq_len": "max_model_len", "max_total_tokens": "max_model_len",
-    "mem_fraction_static": "gpu_memory_utilization", "model_dir": "model", "model_id": "model", "model_path": "model", "n_ctx": "max_model_len",
-    "parallel": "max_num_seqs", "quantize": "quantization", "threads": "cpu_threads", "tokenizer_path": "tokenizer",
-    "tp": "tensor_parallel_size", "tp_size": "tensor_parallel_size",
+    "mem_fraction_static": "gpu_memory_utilization", "model_dir": "model", "model_id": "model", "model_path": "model",
+    "n_ctx": "max_model_len", "parallel": "max_num_seqs", "quantize": "quantization", "threads": "cpu_threads",
+    "tokenizer_path": "tokenizer", "tp": "tensor_parallel_size", "tp_size": "tensor_parallel_size",
 }  # fmt: skip
 
 

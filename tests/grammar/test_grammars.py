@@ -134,6 +134,15 @@ def test_large_grammars_are_no_hostile_ones():
         GRAMMARS.compiled(StructuredOutputsParams(json={"anyOf": branches}).constraint()).result(20)
 
 
+@pytest.mark.parametrize(
+    "endless", [{"json": {"$ref": "#"}}, {"grammar": "root ::= root"}, {"json": {"allOf": [{"$ref": "#"}]}}]
+)
+def test_a_grammar_that_leads_back_to_itself_is_told_so(endless):
+    """It was "NoExtensionBias"."""
+    with pytest.raises(RequestError, match="leads back to itself"):
+        GRAMMARS.compiled(StructuredOutputsParams(**endless).constraint()).result(20)
+
+
 def test_the_cache_is_bounded_in_bytes(monkeypatch):
     """A grammar of some megabytes makes older ones leave."""
     monkeypatch.setattr(compile, "CACHED_BYTES", 4 * 2**20)

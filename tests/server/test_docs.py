@@ -1,6 +1,7 @@
 """The document and the page: valid, complete, true to what the routes do, and usable without a network."""
 
 import re
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -10,7 +11,6 @@ from tinyserve.server import anthropic, bodies, generate, responses_items
 from tinyserve.server.app import ROUTES
 from tinyserve.server.fields import Fields
 from tinyserve.server.schema import Param, either, inside, integer, listed, sampled, text
-from tinyserve.telemetry import described
 
 from .conftest import FakeEngine, client_of, refused, strict
 
@@ -52,7 +52,7 @@ def test_the_document_holds_every_route_and_its_references_lead_somewhere(docume
     routes = {(method, path.replace("{name:path}", "{name}")) for method, path, _ in ROUTES}
     text = str(document)
 
-    pages = {("GET", path) for path in ("/docs", "/openapi.json", "/", "/dashboard", "/web/{name}")}
+    pages = {("GET", path) for path in ("/docs", "/openapi.json", "/", "/dashboard")}
     assert described_routes == routes - pages
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in document["components"]["schemas"]
@@ -175,12 +175,14 @@ def test_the_page_needs_nothing_from_elsewhere_and_shows_all(run):
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in response.headers["content-security-policy"]
     assert not re.search(r"<script|src=|@import|url\(|https?://", page)
-    for _, path, _ in ROUTES[:-5]:
-        assert path.replace("{name:path}", "{name}") in page
+    described_routes = [(method, path) for method, path, handler in ROUTES if hasattr(handler, "facts")]
+    for method, path in described_routes:
+        assert f"<code>{method} {path.replace('{name:path}', '{name}')}</code> " in page
+    assert len(described_routes) > 30
     for flag in config.flags():
-        assert flag.cli in page and flag.env in page
-    for name, *_ in described():
-        assert name in page
+        (row,) = re.findall(rf"<tr><td><code>{flag.cli}</code>.*?(?=<tr>|</table>)", page)
+        kind, env = re.findall("<td class=dim>([^<]*)", row)
+        assert env == flag.env and kind and all(choice in kind for choice in flag.choices)
     for name in bodies.CHAT.params:
         assert f"<code>{name}</code>" in page
 
@@ -193,3 +195,24 @@ def test_the_page_names_every_metric_as_it_is_scraped(run):
 
     assert len(ours) > 30
     assert {name for name in ours if f"<code>{name}</code>" not in page} == set()
+
+
+def test_an_option_is_shown_with_its_type_and_range(run):
+    """They were not shown: neither which words --dtype takes nor that --port ends at 65535."""
+    page = run(call("GET", "/docs")).text
+    for name, kind in (
+        ("--dtype", "auto, float32, float, bfloat16, float16, half"), ("--port", "integer 0 .. 65535"),
+        ("--gpu-memory-utilization", "number &gt; 0 .. 1"), ("--enforce-eager", "true or false"),
+        ("--cudagraph-capture-sizes", "list of integer 1 .. "), ("--hf-overrides", "JSON object"),
+        ("--max-model-len", "integer 1 ..  or auto"), ("--model", "text"),
+    ):  # fmt: skip
+        assert re.search(f"<code>{name}</code><td class=dim>{re.escape(kind)}<", page), name
+
+
+def test_routes_that_are_no_part_of_the_document_are_in_the_readme(run):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    pages = {path for _, path, handler in ROUTES if not hasattr(handler, "facts")}
+
+    assert pages == {"/docs", "/openapi.json", "/", "/dashboard"}
+    assert {path for path in pages if not re.search(rf"`{path}`|:8000{path}>", readme)} == {"/openapi.json"}
+    assert "openapi.json" in run(call("GET", "/docs")).text

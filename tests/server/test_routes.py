@@ -1,5 +1,7 @@
 """Everything around the generating routes: models, tokens, health, keys, origins, errors of the transport."""
 
+import gzip
+
 import pytest
 
 from tinyserve.errors import EngineDead, Overloaded
@@ -292,6 +294,14 @@ def test_null_bytes_in_text_are_only_data(run):
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
 def test_other_media_types_are_refused(run, kind):
     assert "application/json" in refused(run(call("POST", CHAT, content=b"{}", headers={"content-type": kind})), 400)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "zstd, gzip"])
+def test_a_compressed_body_is_told_so(run, coding):
+    """It was "not valid JSON: str is not valid UTF-8"."""
+    headers = {**JSON, "content-encoding": coding}
+    told = refused(run(call("POST", CHAT, content=gzip.compress(b"{}"), headers=headers)), 400)
+    assert coding in told and "uncompressed" in told
 
 
 def test_media_type_with_parameters(run):

@@ -84,13 +84,13 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/unload_lora_adapter", adapters.unload),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/metrics/", admin.metrics),
+    ("GET", "/web/{name}", pages.asset),
 )
 ROUTES = (
     *_DESCRIBED,
     *docs.pages(_DESCRIBED),
     ("GET", "/", pages.chat_page),
     ("GET", "/dashboard", dashboard.dashboard),
-    ("GET", "/web/{name}", pages.asset),
 )
 
 

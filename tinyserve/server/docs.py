@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from html import escape
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 from starlette.requests import Request
@@ -160,9 +160,24 @@ def _options(known: Iterable[Flag]) -> str:
     rows = []
     for flag in known:
         default = "" if flag.default in (None, "", (), {}) else f" Default: {flag.default}."
-        rows.append((flag.cli, flag.env, flag.help + default))
-    text = "<p>Each option is also a key of the YAML file that <code>--config</code> names.</p>"
-    return f"<h2 id=options>Options</h2>{text}{_table(('option', 'environment', ''), rows)}"
+        rows.append((flag.cli, _kind(flag), flag.env, flag.help + default))
+    text = (
+        "<p>Each option is also a key of the YAML file that <code>--config</code> names. One that is true or false is "
+        "turned off by <code>--no-</code> before its name; a list takes several words, or one with commas.</p>"
+    )
+    return f"<h2 id=options>Options</h2>{text}{_table(('option', 'type', 'environment', ''), rows)}"
+
+
+def _kind(flag: Flag) -> str:
+    """An option's type in a few words, e.g. "number > 0 .. 1"."""
+    if flag.choices:
+        return ", ".join(flag.choices)
+    one = get_args(flag.type)[0] if flag.is_list else flag.type
+    kind = {bool: "true or false", int: "integer", float: "number", dict: "JSON object"}.get(one, "text")
+    low = f"> {_short(flag.above)}" if flag.above is not None else _short(flag.low)
+    if low or flag.high is not None:
+        kind += f" {low} .. {_short(flag.high)}"
+    return ("list of " if flag.is_list else "") + " or ".join([kind, *(word for word in flag.words if word.isalpha())])
 
 
 def _metrics() -> str:
@@ -180,9 +195,13 @@ def _metrics() -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column as code, the last as text."""
     top = "".join(f"<th scope=col>{escape(name)}" for name in head)
-    lines = "".join(f"<tr><td><code>{escape(a)}</code><td class=dim>{escape(b)}<td>{_inline(c)}" for a, b, c in rows)
-    return f"<table><thead><tr>{top}</thead><tbody>{lines}</tbody></table>"
+    lines = (
+        f"<tr><td><code>{escape(first)}</code>{''.join(f'<td class=dim>{escape(one)}' for one in more)}<td>{_inline(last)}"
+        for first, *more, last in rows
+    )
+    return f"<table><thead><tr>{top}</thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _anchor(path: str, method: str) -> str:

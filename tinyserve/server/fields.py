@@ -62,7 +62,10 @@ def _check_media_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A browser sends other types to foreign sites without asking them first, so those are refused.
     if kind != "application/json" and (kind or "origin" in request.headers):
-        raise RequestError(f"Content-Type must be application/json, got {kind or 'none'!r}.")
+        raise RequestError(f"Content-Type must be application/json, got {shown(kind or 'none')}.")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise RequestError(f"Content-Encoding {shown(coding)} is not understood; send the body uncompressed.")
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

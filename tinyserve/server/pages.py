@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .face import Service
+from .schema import Param, facts, text
 
 _FOLDER = Path(__file__).parent / "web"
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -39,8 +40,11 @@ async def chat_page(_request: Request, _service: Service) -> Response:
     return page_file("index.html")
 
 
+@facts("Server", "A file of the pages", answer={"type": "string"}, media="text/javascript", refusals=(404,), path=[
+    Param("name", text(), "Such as `chat.js`."),
+])  # fmt: skip
 async def asset(request: Request, _service: Service) -> Response:
-    """One of its files."""
+    """A script or a style sheet of the chat page or of the dashboard; these need no API key."""
     name = request.path_params["name"]
     if name not in _FILES:
         raise HTTPException(404)
