@@ -198,7 +198,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """The first column as code, the last as text."""
     top = "".join(f"<th scope=col>{escape(name)}" for name in head)
     lines = (
-        f"<tr><td><code>{escape(first)}</code>{''.join(f'<td class=dim>{escape(one)}' for one in more)}<td>{_inline(last)}"
+        f"<tr><td><code>{escape(first)}</code>"
+        + "".join(f"<td class=dim>{escape(one)}" for one in more)
+        + f"<td>{_inline(last)}"
         for first, *more, last in rows
     )
     return f"<table><thead><tr>{top}</thead><tbody>{''.join(lines)}</tbody></table>"
