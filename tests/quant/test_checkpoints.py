@@ -394,8 +394,12 @@ def test_products_on_a_gpu(case, tmp_path):
         ({"quant_method": "awq", "bits": 4, "group_size": 32}, 4),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4),
         ({"quant_method": "fp8", "weight_block_size": [32, 32]}, 8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data":
+            {"group_size": 128}}}}, 4),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}, 8),
     ],
-)
+)  # fmt: skip
 def test_dummy_weights_are_quantised_as_the_config_says(config, bits, tmp_path):
     """All 8 products are codes of the right size, and logits of a prompt are numbers of a sane size, twice the same."""
     folder, _ = save(tmp_path, lambda module, weight: None, config)

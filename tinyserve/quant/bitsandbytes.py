@@ -32,6 +32,12 @@ from .stored import QuantizedTensor
 
 STATE = "weight.quant_state.bitsandbytes__"
 TABLES = ("nf4", "fp4")
+# NF4 in blocks of 64, as it mostly is, for weights that are not there; files bring the table of their own.
+NORMAL = (
+    *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
+)
+USUAL = Scheme("nf4 in groups of 64", 4, 64, table=NORMAL)
 
 
 @frozen

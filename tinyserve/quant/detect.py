@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, UnsupportedModel, shown
 from .awq import read_awq
-from .bitsandbytes import NF4, read_bitsandbytes
+from .bitsandbytes import NF4, USUAL, read_bitsandbytes
 from .codes import Scheme
 from .compressed import Compressed, read_compressed
 from .format import Fused, Stored, WeightFormat
@@ -133,7 +133,7 @@ class Blank:
 def dummy_scheme(method: Method, module: str, rows: int, columns: int) -> Scheme:
     """Return the scheme that a matrix would have in a checkpoint of this method.
 
-    Raises: UnsupportedModel: the method describes itself in its files only.
+    Raises: UnsupportedModel: only the files of the checkpoint would say.
     """
     tensors = {
         "weight": Blank((rows, columns)),
@@ -144,8 +144,12 @@ def dummy_scheme(method: Method, module: str, rows: int, columns: int) -> Scheme
         tensors["qweight"] = Blank((columns * method.bits // 32, rows))
     elif isinstance(method, ModelOptNVFP4):
         tensors["weight"] = Blank((rows, columns // 2))
-    elif isinstance(method, NF4 | TorchAO):
-        raise UnsupportedModel(f"Dummy weights of {method.title} are not implemented: its files say what they hold.")
+    elif isinstance(method, NF4):
+        return USUAL
+    elif isinstance(method, TorchAO):
+        if method.usual is None:
+            raise UnsupportedModel("The config of this torchao checkpoint does not say what its files hold.")
+        return method.usual
     elif isinstance(method, Compressed) and method.group(module).bits < 8:
         tensors |= {"weight_packed": Blank((rows, columns // 2)), "weight_shape": Blank((2,), (rows, columns))}
         if method.group(module).width == 16:

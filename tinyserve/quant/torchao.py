@@ -148,8 +148,9 @@ READ: dict[str, Callable[[About, QuantizedTensor], Codes]] = {
 
 @frozen
 class TorchAO:
-    """How matrices of torchao are read."""
+    """How matrices of torchao are read. Args: usual: what the config says of most of them, or None if it does not."""
 
+    usual: Scheme | None = None
     title: str = "torchao"
     kinds: tuple[str, ...] = (
         *(QDATA, "_weight_scale", "_weight_zero_point", "_weight_scale_and_zero", "_weight_per_tensor_scale"),
@@ -287,4 +288,17 @@ def read_torchao(config: Mapping[str, Any]) -> TorchAO:
             "quantization_config: int4 in AMD's tiles (int4_tile_packed_ntile 16) is not implemented; quantise with "
             "int4_packing_format plain."
         )
-    return TorchAO()
+    return TorchAO(usual_scheme(default))
+
+
+def usual_scheme(default: Any) -> Scheme | None:
+    """The scheme that a config's name stands for, of numbers that are not there: for plans and dummy weights."""
+    kind, own = (default.get("_type"), default.get("_data") or {}) if isinstance(default, Mapping) else ("", {})
+    width = own.get("group_size", 128)
+    if kind == "Int4WeightOnlyConfig" and isinstance(width, int) and width > 0:
+        return Scheme(f"int4 in groups of {min(width, LONGEST_ADDED)}", 4, min(width, LONGEST_ADDED))
+    if isinstance(kind, str) and kind.startswith("Int8"):
+        return Scheme("int8 by rows", 8, inputs=Inputs("int8") if "Activation" in kind else None)
+    if isinstance(kind, str) and kind.startswith("Float8"):
+        return Scheme("fp8 by rows", 8, inputs=Inputs("fp8") if "Activation" in kind else None)
+    return None
