@@ -72,6 +72,7 @@ def test_with_text_logprobs_and_several_answers(run):
     ("body", "param"),
     [
         ({"token_ids": []}, "token_ids"), ({"token_ids": [-1]}, "token_ids"), ({"token_ids": "x"}, "token_ids"),
+        ({"token_ids": [97, 1.0]}, "token_ids"), ({"token_ids": [True]}, "token_ids"),
         ({"token_ids": [9999]}, "prompt"), ({"sampling_params": None}, "sampling_params"),
         ({"sampling_params": {"top_p": 2}}, "top_p"), ({"features": {"a": 1}}, "features"),
         ({"sampling_params": {"max_tokens": "x"}}, "sampling_params.max_tokens"),
@@ -197,3 +198,10 @@ def test_the_progress_of_a_prompt(run, path, body):
     assert len(told) >= 2 and {t["total"] for t in told} <= {100, 200}
     assert [t["processed"] for t in told] == sorted(t["processed"] for t in told)
     assert all(chunk["choices"] for chunk in chunks[len(told) :])
+
+
+def test_a_prompt_of_ids_may_be_as_long_as_the_context(run):
+    """20,000 ids were "at most 16384 are allowed", whatever the model's context is."""
+    body = {"token_ids": [97] * 20_000, "sampling_params": {"max_tokens": 1}}
+    told = refused(run(post(body)), 400)
+    assert "context length" in told and "20000" in told

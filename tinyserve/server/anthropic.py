@@ -168,6 +168,8 @@ def _plan(fields: Fields, options: ServerOptions) -> ToolPlan:
     if asked is None:
         return plan_tools(tools, None, options)
     kind = asked.text("type")
+    if kind == "tool" and not asked.given("name"):
+        asked.refuse("name", "is needed for the type tool.")
     choice: Any = {"any": "required", "tool": {"type": "function", "name": asked.text("name")}}.get(kind, kind)
     return plan_tools(tools, choice, options, parallel=not asked.flag("disable_parallel_tool_use"))
 
@@ -246,7 +248,9 @@ def _said(role: str, content: Any, place: str) -> list[Message]:
             answer = _text(block.get("content") or "", f"{at}.content")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
+            if not isinstance(block.get("input"), Mapping):
+                raise _wrong(f"{at}.input", "an object", block.get("input"))
+            function = {"name": block.get("name"), "arguments": block["input"]}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):

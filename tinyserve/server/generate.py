@@ -25,14 +25,15 @@ from .logprobs import finite, prompt_logprobs
 from .openai_chat import name_of
 from .requestlog import log_request
 from .sampling import StreamOptions, read_sampling, read_stream, request_options
-from .schema import Body, Param, choice, facts, flag, inside, integer, refusal, text, tokens
+from .schema import Body, Param, choice, documented, facts, flag, inside, integer, refusal, text
 from .sse import DONE, Generation, Tally, openai_failed
 
 _NOT_PARAMETERS = {"truncate_prompt_tokens", "truncation_side", "use_beam_search", "length_penalty", "best_of"}
 
 BODY = Body("GenerateRequest", [
     MODEL,
-    Param("token_ids", tokens(), "The prompt.", required=True),
+    Param("token_ids", documented({"type": "array", "items": {"type": "integer", "minimum": 0}}, "a list of token ids", list),
+          "The prompt.", required=True),
     Param("sampling_params", inside(
         *(param for param in SAMPLING if param.name not in _NOT_PARAMETERS),
         Param("max_tokens", integer(0, 2**31 - 1), "Most tokens of an answer.", 16),
@@ -70,7 +71,9 @@ async def generate(request: Request, service: Service) -> Generation:
     fields = await read_body(request, options, BODY)
     model = service.model_name(fields.text("model"))
     stream = read_stream(fields, service)
-    ids = fields.items("token_ids", int)
+    ids = fields.raw("token_ids")
+    if set(map(type, ids)) - {int}:
+        raise fields.wrong("token_ids", "a list of token ids")
     if not ids or min(ids) < 0:
         fields.refuse("token_ids", "at least one id is needed, none of them negative.")
     params = fields.inner("sampling_params")
