@@ -284,6 +284,23 @@ def test_pause_keep_freezes_and_goes_on_where_it_was():
     assert texts == [run(all_answers())[0][0][0]] * 2
 
 
+def test_pause_wait_goes_on_with_what_an_earlier_pause_keeps():
+    """It waited for ever for requests that it did not let go on: 12 tokens, and then nothing runs."""
+
+    async def work():
+        engine = await start(letters, runner=ToyRunner(letters, seconds=0.005))
+        kept = asyncio.ensure_future(answer(engine.generate("x", GREEDY)))
+        await asyncio.sleep(0.02)
+        await engine.pause("keep")
+        await asyncio.wait_for(engine.pause("wait"), 5)
+        assert_idle(engine)
+        _, ids, _, _ = await kept
+        assert len(ids[0]) == 12 and engine.is_paused
+        await engine.close()
+
+    run(work())
+
+
 def test_close_while_running_ends_readers_and_gives_the_memory_back():
     async def work():
         runner = ToyRunner(letters, seconds=0.005)

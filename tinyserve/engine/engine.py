@@ -302,6 +302,7 @@ class Engine:
         if mode == "abort":
             self.streams.abort()
         if mode == "wait":
+            self._wake()  # of what an earlier pause keeps
             await self.streams.empty.wait()
         await self._landed.wait()
         self.check_health()

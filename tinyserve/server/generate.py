@@ -32,7 +32,8 @@ _NOT_PARAMETERS = {"truncate_prompt_tokens", "truncation_side", "use_beam_search
 
 BODY = Body("GenerateRequest", [
     MODEL,
-    Param("token_ids", documented({"type": "array", "items": {"type": "integer", "minimum": 0}}, "a list of token ids", list),
+    Param("token_ids", documented({"type": "array", "items": {"type": "integer", "minimum": 0}}, "a list of token ids",
+                                  list),
           "The prompt.", required=True),
     Param("sampling_params", inside(
         *(param for param in SAMPLING if param.name not in _NOT_PARAMETERS),
