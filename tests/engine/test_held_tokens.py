@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tinyserve.request import FinishReason, RequestOutputKind, SamplingParams
+from tinyserve.text.detokenize import Detokenizer
 
 from .toy import ToyRunner, answer, letters, start
 
@@ -53,3 +54,40 @@ def test_what_was_held_is_shown_when_the_answer_is_aborted():
     assert len(pieces) == 1 and last[0].finish_reason is FinishReason.ABORT
     assert 1 < len(ids[0]) == last[0].usage.completion_tokens < 200
     assert len(texts[0]) == len(ids[0])
+
+
+@pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
+def test_one_answer_without_text_does_not_end_the_others(kind, monkeypatch):
+    """Of 8 answers of 60 tokens the one that begins with "h" gets text for 20 tokens, then an error at once when it is
+    streamed, and at its end otherwise; the other 7 are whole."""
+    push = Detokenizer.push
+
+    def fails(self, ids):
+        self.count = getattr(self, "count", 0) + len(ids)
+        if self.first == ord("h") and self.count > 20:
+            raise ValueError("no text")
+        return push(self, ids)
+
+    made = Detokenizer.__init__
+
+    def first(self, tokenizer, prompt_ids, **options):
+        made(self, tokenizer, prompt_ids, **options)
+        self.first = prompt_ids[0]
+
+    monkeypatch.setattr(Detokenizer, "push", fails)
+    monkeypatch.setattr(Detokenizer, "__init__", first)
+
+    async def work():
+        engine = await start(letters)
+        params = SamplingParams(max_tokens=60, output_kind=kind, ignore_eos=True, temperature=0)
+        found = await asyncio.gather(*(answer(engine.generate(name, params)) for name in "abcdefgh"))
+        left = len(engine.streams)
+        await engine.close()
+        return found, left
+
+    found, left = asyncio.run(work())
+
+    *others, (texts, ids, last, _) = found
+    assert [len(text[0]) for text, *_ in others] == [60] * 7 and left == 0
+    assert last[0].finish_reason is FinishReason.ERROR and "turned into text" in str(last[0].error)
+    assert len(ids[0]) < 60 and (kind is FINAL_ONLY or len(texts[0]) == 20)

@@ -93,6 +93,11 @@ class Answer:
         """Tokens that the next output shows although they came before."""
         return len(self._all_held().ids)
 
+    def has(self, tokens: int) -> bool:
+        """Whether it holds so many, or some of which `shown` will say why they give no text."""
+        held = self._all_held()
+        return len(held.ids) >= tokens or held.error is not None
+
     @property
     def timing(self) -> Timing:
         """When things happened to it so far."""
@@ -116,7 +121,7 @@ class Answer:
     def hold(self, update: Update) -> bool:
         """Keep what `update` adds for the next output, when it only adds tokens; False: it must go through `advance`.
 
-        For readers who want an answer once: an output a token would be made only to be joined with the others.
+        An output a token would be made only to be joined with the others.
         """
         if (
             update.finish_reason is not None
@@ -196,8 +201,9 @@ class Answer:
         )
 
     def shown(self) -> Output:
-        """What is held, as an output that ends nothing."""
-        self._all_held()
+        """What is held, as an output that ends nothing. Raises: why its text could not be made."""
+        if (error := self._all_held().error) is not None:
+            raise error
         text, ids, usage = self._with_held(""), self._take_ids(), self._usage()
         return Output(
             request_id=self.name, index=self.index, text=text, token_ids=ids, usage=usage, metrics=self._timing

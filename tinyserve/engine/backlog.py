@@ -1,8 +1,9 @@
 """What answers have been given that nobody reads yet.
 
-A reader who wants an answer once need not be served at every token, nor need the answer itself: while a convoy of
-sequences goes on (scheduling/convoy.py), all of its quiet answers share a list of what each step gave, and each takes
-its own tokens out of it when it is looked at, at the latest when it ends.
+A reader who wants an answer once, or whose turn it is after some steps only (pace.py), need not be served at every
+token, nor need the answer itself: while a convoy of sequences goes on (scheduling/convoy.py), all of its quiet answers
+share a list of what each step gave, and each takes its own tokens out of it when it is looked at, at the latest when it
+ends.
 
 Before: scheduling/convoy.py.  After: answer.py, which takes its share; streams.py, which fills it.
 """

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, starmap
 
 from attrs import define, evolve
 
@@ -158,28 +159,36 @@ class Choir:
     """The answers of a convoy, by their place in it.
 
     Args:
-        quiet: those whose readers want them once; they share the backlog.   loud: the others.
+        quiet: those of whose tokens nothing but text is asked; they share the backlog.   loud: the others.
+        speaking: the quiet ones whose readers get tokens as they come, and do not wait for the end.
         before: when the last token of each quiet one came, until all have the same time.
     """
 
     convoy: Convoy
     backlog: Backlog
     quiet: dict[int, Answer]
+    speaking: dict[int, tuple[Answer, Stream]]
     loud: list[int]
     before: list[float]
 
     @classmethod
     def of(cls, convoy: Convoy, answers: Mapping[str, tuple[Answer, Stream]]) -> Choir:
         """Find out who is quiet; these find new tokens in a backlog from now on."""
-        backlog, loud, quiet = Backlog(), [], {}
+        backlog, loud, quiet, speaking = Backlog(), [], {}, {}
         for place, seq in enumerate(convoy.sequences):
             found = answers.get(seq.request.id)
-            if found is not None and found[1].final_only and found[0].quiet:
-                quiet[place] = found[0]
-            else:
+            if found is None or not found[0].quiet:
                 loud.append(place)
+                continue
+            quiet[place] = found[0]
+            if not found[1].final_only:
+                speaking[place] = found
         before = [answer.share(backlog, place) for place, answer in quiet.items()]
-        return cls(convoy, backlog, quiet, loud, before)
+        return cls(convoy, backlog, quiet, speaking, loud, before)
+
+    def speakers(self, pace: Pace) -> list[tuple[Answer, Stream]]:
+        """Those whose turn it is after this step."""
+        return [one for one in self.speaking.values() if pace.turn(one[1].number)]
 
     def take(self, grown: Grown, meter: Meter) -> list[Update]:
         """Put a step's tokens where quiet answers find them; the updates of the others, and of those that end."""
@@ -187,6 +196,7 @@ class Choir:
         for place, update in grown.others.items():
             if place in self.quiet:
                 self.quiet.pop(place).leave()
+                self.speaking.pop(place, None)
                 updates.append(update)
         now = time.monotonic()
         if self.before:
@@ -252,13 +262,15 @@ class Streams:
 
     async def deliver(self, updates: Iterable[Update]) -> None:
         """Push a step's updates; sockets and readers have a turn in between, for there may be a thousand."""
+        speakers: list[tuple[Answer, Stream]] = []
         if isinstance(updates, Grown):
             if self._choir is None or self._choir.convoy is not updates.convoy:
                 self._choir = Choir.of(updates.convoy, self._answers)
             updates = self._choir.take(updates, self._meter)
+            speakers = self._choir.speakers(self.pace)
         work = 0
-        for update in updates:
-            work += self.push(update)
+        for done in chain(map(self.push, updates), starmap(self._speak, speakers)):
+            work += done
             if work >= _WORK:
                 work = 0
                 await asyncio.sleep(0)
@@ -280,11 +292,8 @@ class Streams:
                 self._meter.more(answer, len(update.token_ids), before)
                 return 1
             output = answer.advance(update)
-        except Exception as error:  # one request's text must not end the loop of all
-            _log.exception("request %s: its tokens could not be turned into text", answer.name)
-            failure = EngineError(f"The answer could not be turned into text: {error!r}")
-            failure.__cause__ = error
-            output = answer.ended(FinishReason.ERROR, failure)
+        except Exception as error:
+            output = _failed(answer, error)
         if output.finished:
             self._forget(answer, output)
             if update.finish_reason is None:
@@ -293,11 +302,25 @@ class Streams:
         stream.put(output, turn=turn)
         return _EVENT if before is not None and not output.finished else _EDGE
 
+    def _speak(self, answer: Answer, stream: Stream, least: int = 0) -> int:
+        """Show what an answer holds, if that is so much; nothing if it has ended meanwhile. Returns: as `push`."""
+        if answer.request.id not in self._answers or not answer.has(least or stream.interval):
+            return 1
+        try:
+            output = answer.shown()
+        except Exception as error:
+            output = _failed(answer, error)
+            self._forget(answer, output)
+            self._finish(answer.request.id, FinishReason.ABORT)
+            self._meter.ended(answer, output)
+        stream.put(output)
+        return _EVENT
+
     def show(self) -> None:
         """Show what readers would get with later tokens: there will be none for a while."""
-        for answer, stream in self._answers.values():
-            if answer.held and not stream.final_only:
-                stream.put(answer.shown())
+        for answer, stream in list(self._answers.values()):
+            if not stream.final_only:
+                self._speak(answer, stream, least=1)
             stream.show()
 
     def cancel(self, stream: Stream, *, tell: bool, error: Callable[[], Exception] | None = None) -> None:
@@ -358,3 +381,11 @@ class Streams:
         if not self._answers and not self._expecting:
             self._choir = None
             self.empty.set()
+
+
+def _failed(answer: Answer, error: Exception) -> Output:
+    """The last output of an answer whose tokens give no text: one request must not end the loop of all."""
+    _log.error("request %s: its tokens could not be turned into text", answer.name, exc_info=error)
+    failure = EngineError(f"The answer could not be turned into text: {error!r}")
+    failure.__cause__ = error
+    return answer.ended(FinishReason.ERROR, failure)
