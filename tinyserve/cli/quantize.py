@@ -2,13 +2,16 @@
 
     python -m tinyserve quantize Qwen/Qwen3-8B qwen3-8b-fp8
     python -m tinyserve quantize Qwen/Qwen3-8B qwen3-8b-int4 --scheme int4 --group-size 64 --skip 'layers\\.0\\.'
+    python -m tinyserve quantize Qwen/Qwen3-8B qwen3-8b-gptq --scheme int4 --calibrate text.txt
 
 Matrices are read one by one, so it takes little memory. Which they are, the model's own table says: those of linear
 layers and experts, but for the head, routers and what --skip names; experts that a file holds in one tensor stay as
 they are. Everything else is copied, the tokenizer too. A line for each matrix says how far its numbers have moved, and
 quantization_report.json says it again.
 
-Rounding is to the nearest: right for 8 bits; 4 bits lose more than methods that look at data (GPTQ, AWQ) would.
+Rounding is to the nearest: right for 8 bits. 4 bits lose less with `--calibrate`, a text of some thousand tokens like
+those that the model will see: it is read by the model, and rounding makes up for its own errors on what the layers saw
+(quant/compensate.py). That needs the memory to run the model.
 
 Before: checkpoint/source.py, models/registry.py, quant/encode.py.  After: `tinyserve serve`, or any other reader.
 """
@@ -19,7 +22,7 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="folder to write; made if it is not there")
     parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), default="fp8", help="default: %(default)s")
     parser.add_argument("--group-size", type=int, default=128, help="columns of int4 that share a scale")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="text for rounding to int4 that looks at data")
     parser.add_argument("--skip", default=None, metavar="REGEX", help="modules to leave as they are, searched for")
     try:
         found = parser.parse_args(list(argv))
@@ -93,12 +97,13 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"tinyserve quantize: {error}") from None
     if found.group_size < 16 or found.group_size % 16:
         raise ConfigError(f"--group-size {found.group_size} is no multiple of 16.")
+    if found.calibrate is not None and found.scheme != "int4":
+        raise ConfigError(f"--calibrate is for --scheme int4; {found.scheme} is rounded to the nearest.")
     return found
 
 
 def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Write the new checkpoint. Returns: the report."""
-    import torch
 
     from ..checkpoint.safetensors import open_safetensors
     from ..quant.encode import config_of, encode, fits, scheme_of
@@ -115,6 +120,7 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
 
     if not any(map(rounded, tensors)):
         raise CheckpointError(f"{options.model}: every linear layer is left out by --skip or --group-size.")
+    calibrated = {} if options.calibrate is None else _calibrated(options, tensors, rounded, scheme)
     matrices, before = [], 0
     ignored = {"lm_head", *(name for name in routers if f"{name}.weight" in tensors)}
     shards = Shards(options.out)
@@ -123,7 +129,7 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
         numbers = stored.file.get_tensor(name)
         before += stored.nbytes
         if rounded(name):
-            made = encode(numbers, scheme, numbers.dtype if numbers.dtype != torch.float32 else torch.float16)
+            made = calibrated.pop(name, None) or encode(numbers, scheme, _scale_type(numbers))
             matrices.append({"module": module, "shape": list(stored.shape), "error": made.error})
             print(f"{module:<60} {list(stored.shape)!s:<16} {made.error:.4f}")
             for own, tensor in made.tensors.items():
@@ -139,10 +145,39 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
         if path.is_file() and path.name != "config.json" and not path.name.endswith(WEIGHTS):
             shutil.copy(path, options.out / path.name)
     mean = sum(one["error"] for one in matrices) / len(matrices)
-    report = {"scheme": options.scheme, "mean_error": mean, "bytes_before": before, "bytes_after": shards.total}
+    report = {
+        "scheme": options.scheme,
+        "calibrated": bool(options.calibrate),
+        "mean_error": mean,
+        "bytes_before": before,
+        "bytes_after": shards.total,
+    }
     report["matrices"] = matrices
     (options.out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def _scale_type(numbers: Any) -> Any:
+    """The type in which scales of groups are kept."""
+    import torch
+
+    return numbers.dtype if numbers.dtype != torch.float32 else torch.float16
+
+
+def _calibrated(
+    options: argparse.Namespace, tensors: Any, rounded: Callable[[str], bool], scheme: Any
+) -> dict[str, Any]:
+    """Round what a text calibrates. Returns: matrices as they are saved, by the name of the weight."""
+    from ..quant.encode import encode
+    from .calibrate import read_text, sums
+
+    found = {}
+    for module, inputs in sums(options.model, read_text(options.calibrate)):
+        name = f"{module}.weight"
+        if name in tensors and rounded(name) and tensors[name].shape[1] == len(inputs):
+            numbers = tensors[name].file.get_tensor(name)
+            found[name] = encode(numbers, scheme, _scale_type(numbers), inputs)
+    return found
 
 
 def _modules(config: dict[str, Any]) -> tuple[set[str], set[str]]:

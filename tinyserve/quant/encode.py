@@ -1,4 +1,4 @@
-"""Plain matrices as tensors of the compressed-tensors format, rounded to the nearest: what `tinyserve quantize` writes.
+"""Plain matrices as tensors of the compressed-tensors format: what `tinyserve quantize` writes.
 
     fp8    weight float8 [N, K], weight_scale [N, 1]; activations to be rounded to fp8, token by token
     int8   weight int8 [N, K], weight_scale [N, 1]; activations to be rounded to int8, token by token
@@ -6,7 +6,7 @@
 
 Scales of int4 are rounded to the type of the checkpoint before codes are made, so that codes make up for it.
 
-Before: codes.py.  After: cli/quantize.py; compressed.py reads it again.
+Before: codes.py, compensate.py.  After: cli/quantize.py; compressed.py reads it again.
 
 Source: the compressed-tensors library's published format.
 """
@@ -17,17 +17,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from .codes import Inputs, Scheme, pack, quantise
+from .compensate import compensated, output_error
 
 LAYOUTS = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
 
 
 @frozen
 class Encoded:
-    """A matrix as it is saved. Args: tensors: by name within its module; error: |W - Q| / |W| of the numbers."""
+    """A matrix as it is saved. Args: tensors: by name within its module; error: |W - Q| / |W|, or of products."""
 
     tensors: dict[str, Tensor]
     error: float
@@ -45,11 +46,22 @@ def scheme_of(name: str, group: int) -> Scheme:
     return Scheme(f"{name}, one scale a row", 8, inputs=Inputs(name))
 
 
-def encode(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Encoded:
-    """Round a matrix [N, K]. Args: dtype: of the checkpoint, in which scales of groups are kept."""
+def encode(weight: Tensor, scheme: Scheme, dtype: torch.dtype, inputs: Tensor | None = None) -> Encoded:
+    """Round a matrix [N, K].
+
+    Args:
+        dtype: of the checkpoint, in which scales of groups are kept.
+        inputs: of a calibration, for groups of integers (compensate.py); the error is then that of its products.
+    """
     wide = weight.float()
-    codes = quantise(wide, scheme, scale_dtype=dtype if scheme.width else torch.float32)
-    error = float((codes.dense(torch.float32) - wide).norm() / wide.norm().clamp(min=1e-30))
+    if inputs is None:
+        codes = quantise(wide, scheme, scale_dtype=dtype if scheme.width else torch.float32)
+        error = float((codes.dense(torch.float32) - wide).norm() / wide.norm().clamp(min=1e-30))
+    else:
+        wide = wide.to(inputs.device)
+        codes = compensated(wide, inputs, scheme, dtype)
+        error = output_error(wide, codes.dense(torch.float32), inputs)
+        codes = evolve(codes, codes=codes.codes.cpu(), scales=codes.scales.cpu())
     if scheme.bits == 8:
         return Encoded({"weight": codes.codes, "weight_scale": codes.scales}, error)
     words = pack(codes.codes, scheme.bits)
