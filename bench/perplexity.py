@@ -4,9 +4,9 @@
     python bench/perplexity.py MODEL --formats fp32,fp8,int8,int4 --tokens 2000
     python bench/perplexity.py --formats gptq,awq,nf4,mxfp4,nvfp4,fp8-blocks,bnb-int8      written by packers.py
 
-The text is bench/cpu_text.txt (public domain), one pass over it, in steps of 512 tokens; what a format loses on a GPU
-is what it loses here, because the codes are the same. Speed is of decode steps of one sequence, on one thread; formats
-that a CPU has no product of its own for make their matrices dense in each step.
+The text is cpu_text.txt and more_text.txt (public domain), one pass over 2000 tokens in steps of 512; what a format
+loses on a GPU is what it loses here, because the codes are the same. Speed is of decode steps of one sequence, on one
+thread; formats that a CPU has no product of its own for make their matrices dense in each step.
 """
 
 import argparse
@@ -21,7 +21,7 @@ if __package__:
 else:
     from packers import PACKERS, write
 
-TEXT = Path(__file__).parent / "cpu_text.txt"
+TEXT = "\n".join((Path(__file__).parent / name).read_text() for name in ("cpu_text.txt", "more_text.txt"))
 # dtype, --quantization, --kv-cache-dtype
 FORMATS = {
     "fp32": ("float32", None),
@@ -60,7 +60,7 @@ def evaluate(model: str, name: str, tokens: int, **options) -> dict:
         "enable_prefix_caching": False,
     }
     with LLM(model, use_tqdm_on_load=False, **options) as llm:
-        ids = llm.get_tokenizer().encode(TEXT.read_text())[:tokens]
+        ids = llm.get_tokenizer().encode(TEXT)[:tokens]
         found = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0].prompt_logprobs
         loss = -sum(row[token].logprob for token, row in zip(ids[1:], found[1:], strict=True)) / (len(ids) - 1)
         params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (1, 17)]
