@@ -126,6 +126,13 @@ def interpreting() -> Iterator[None]:
             handle = interpreter.TensorHandle(handle.data.astype(np.bool_), tl.int1)
         return handle
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        # For a bound of a loop triton 3.6 has NumPy make a number of an array of one, which it refuses from 2.4 on.
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
     with (
         np.errstate(all="ignore"),  # on a GPU, overflow to infinity is silent
@@ -133,6 +140,7 @@ def interpreting() -> Iterator[None]:
         replaced(JITFunction, __call__=call, run=run),
         replaced(builder, create_splat=splat),
         replaced(launch, CPU_RUNS_KERNELS=True),
+        replaced(interpreter, _patch_lang_tensor=patch) if triton.__version__ < "3.7" else contextlib.nullcontext(),
     ):
         interpreter._patch_lang(tl.zeros.fn)  # for triton's own functions, which reach the language as `core`
         yield
