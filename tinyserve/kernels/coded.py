@@ -133,40 +133,26 @@ def constants(k_cache: torch.Tensor | CodedCache, v_cache: torch.Tensor | CodedC
 
 
 # Two words at a time to two bfloat16: their low bytes, or their high ones.
-E4M3_LOW = tl.constexpr("""{
+def _float8(fraction: int, bits: str, factor: str) -> tuple[tl.constexpr, tl.constexpr]:
+    """PTX of both. Args: fraction: how many bits; bits: where they and the exponent come to stand; factor: 2**n."""
+    low = f"shl.b32 a, $1, {7 - fraction};", "shl.b32 s, $1, 8;", "s"
+    high = f"shr.b32 a, $1, {1 + fraction};", "", "$1"
+    return tuple(
+        tl.constexpr(f"""{{
     .reg .b32 a, s, f;
-    shl.b32 a, $1, 4;
-    shl.b32 s, $1, 8;
-    and.b32 a, a, 0x07F007F0;
-    lop3.b32 a, s, 0x80008000, a, 0xEA;
-    mov.b32 f, 0x7B807B80;
+    {shift}
+    {sign}
+    and.b32 a, a, {bits};
+    lop3.b32 a, {signed}, 0x80008000, a, 0xEA;
+    mov.b32 f, {factor};
     mul.rn.bf16x2 $0, a, f;
-}""")  # the factor is 2**120
-E4M3_HIGH = tl.constexpr("""{
-    .reg .b32 a, f;
-    shr.b32 a, $1, 4;
-    and.b32 a, a, 0x07F007F0;
-    lop3.b32 a, $1, 0x80008000, a, 0xEA;
-    mov.b32 f, 0x7B807B80;
-    mul.rn.bf16x2 $0, a, f;
-}""")
-E5M2_LOW = tl.constexpr("""{
-    .reg .b32 a, s, f;
-    shl.b32 a, $1, 5;
-    shl.b32 s, $1, 8;
-    and.b32 a, a, 0x0FE00FE0;
-    lop3.b32 a, s, 0x80008000, a, 0xEA;
-    mov.b32 f, 0x77807780;
-    mul.rn.bf16x2 $0, a, f;
-}""")  # the factor is 2**112
-E5M2_HIGH = tl.constexpr("""{
-    .reg .b32 a, f;
-    shr.b32 a, $1, 3;
-    and.b32 a, a, 0x0FE00FE0;
-    lop3.b32 a, $1, 0x80008000, a, 0xEA;
-    mov.b32 f, 0x77807780;
-    mul.rn.bf16x2 $0, a, f;
-}""")
+}}""")
+        for shift, sign, signed in (low, high)
+    )
+
+
+E4M3_LOW, E4M3_HIGH = _float8(3, "0x07F007F0", "0x7B807B80")  # 2**120
+E5M2_LOW, E5M2_HIGH = _float8(2, "0x0FE00FE0", "0x77807780")  # 2**112
 INT8_LOW = tl.constexpr("""{
     .reg .b32 a, s;
     lop3.b32 a, $1, 0x007F007F, 0x43004300, 0xEA;

@@ -170,15 +170,10 @@ def gemv(
     check_product("gemv", x, weight, bias, gate)
     if not use_kernel(x):
         return gemv_reference(x, weight, bias, **options)
-    rows, width = weight.shape[0] // (2 if gate else 1), x.shape[1]
-    if x.shape[0] != 1 or not x.is_contiguous():
-        raise ValueError(f"gemv: x must be one row [1, {width}], is {list(x.shape)}")
-    if norm is not None and (norm.shape != (width,) or not norm.is_contiguous()):
-        raise ValueError(f"gemv: norm must be [{width}], contiguous, is {list(norm.shape)}")
-    if residual is not None and (residual.shape != (1, rows) or not residual.is_contiguous()):
-        raise ValueError(f"gemv: residual must be [1, {rows}], contiguous, is {list(residual.shape)}")
+    rows = weight.shape[0] // (2 if gate else 1)
+    check_row("gemv", x, rows, norm, residual)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
-    if rows and width:
+    if rows and x.shape[1]:
         _launch(x, weight, bias, out, **options)
     return out
 
@@ -217,6 +212,21 @@ def _formula(width: int, gated: bool) -> dict[str, int]:
     block = min((1024, 512, 256), key=lambda size: (cdiv(width, size) * size, -size))
     warps = 4 if block == 1024 and not gated else 2
     return {"BLOCK_N": (2048 if gated else 4096) // block, "BLOCK_K": block, "num_warps": warps}
+
+
+def check_row(name: str, x: torch.Tensor, rows: int, norm: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+    """Refuse what the kernels of one row cannot read. Args: rows: of the result.
+
+    Raises:
+        ValueError: with the shapes.
+    """
+    width = x.shape[1]
+    if x.shape[0] != 1 or not x.is_contiguous():
+        raise ValueError(f"{name}: x must be one row [1, {width}], is {list(x.shape)}")
+    if norm is not None and (norm.shape != (width,) or not norm.is_contiguous()):
+        raise ValueError(f"{name}: norm must be [{width}], contiguous, is {list(norm.shape)}")
+    if residual is not None and (residual.shape != (1, rows) or not residual.is_contiguous()):
+        raise ValueError(f"{name}: residual must be [1, {rows}], contiguous, is {list(residual.shape)}")
 
 
 def check_product(

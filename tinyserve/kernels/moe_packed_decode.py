@@ -277,9 +277,7 @@ def moe_packed_decode_gate_up(
     options = _options(name, x, weight, inner, 2)
     _moe_packed_decode_gate_up_kernel[(cdiv(inner, options["ROWS"]), slots)](
         x,
-        weight.raw(),
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *weight.tensors(),
         x if bias is None else bias,
         ids,
         x if scales is None else scales,
@@ -344,9 +342,7 @@ def _launch_down(h, weight, ids, out, *, bias, scales, shared, gate, residual) -
     options = _options("moe_packed_decode_down", h, weight, width, slots)
     _moe_packed_decode_down_kernel[(cdiv(width, options["ROWS"]), len(out))](
         h,
-        weight.raw(),
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *weight.tensors(),
         h if bias is None else bias,
         ids,
         h if scales is None else scales,

@@ -85,85 +85,35 @@ def power_of(exponents, place: tl.constexpr):
     return (((exponents >> (8 * place)) & 255) << 23).to(tl.float32, bitcast=True)
 
 
+def _e2m1(kind: str, shift: int, bits: str, up: str) -> tl.constexpr:
+    """PTX that makes the places of the words $4 numbers of a type, times $5 .. $8: a code's sign, and its other bits
+    where that type's exponent begins, times a power of two."""
+    lines = [".reg .b32 w, e, up, none;", f"mov.b32 up, {up};", "mov.b32 none, 0x80008000;"]
+    for place in range(4):
+        word = "w" if place < 3 else "$4"
+        lines += [f"shl.b32 w, $4, {12 - 4 * place};"] if place < 3 else []
+        lines += [f"shr.u32 e, {word}, {shift};", f"and.b32 e, e, {bits};", f"lop3.b32 w, {word}, 0x80008000, e, 0xEA;"]
+        lines += [f"fma.rn.{kind} w, w, up, none;", f"fma.rn.{kind} ${place}, w, ${5 + place}, none;"]
+    return tl.constexpr("\n".join(["{", *lines, "}"]))
+
+
+E2M1_OF_HALF = _e2m1("f16x2", 3, "0x0E000E00", "0x74007400")
+E2M1_OF_BFLOAT = _e2m1("bf16x2", 6, "0x01C001C0", "0x7E807E80")
+
+
 @triton.jit
 def four_e2m1(code, s0, s1, s2, s3, HALF: tl.constexpr):
     """The four numbers of each word times s0 .. s3, as float16 if HALF, else bfloat16; two words at a time."""
     if HALF:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 w, e, up, none;
-            mov.b32 up, 0x74007400;
-            mov.b32 none, 0x80008000;
-            shl.b32 w, $4, 12;
-            shr.u32 e, w, 3;
-            and.b32 e, e, 0x0E000E00;
-            lop3.b32 w, w, 0x80008000, e, 0xEA;
-            fma.rn.f16x2 w, w, up, none;
-            fma.rn.f16x2 $0, w, $5, none;
-            shl.b32 w, $4, 8;
-            shr.u32 e, w, 3;
-            and.b32 e, e, 0x0E000E00;
-            lop3.b32 w, w, 0x80008000, e, 0xEA;
-            fma.rn.f16x2 w, w, up, none;
-            fma.rn.f16x2 $1, w, $6, none;
-            shl.b32 w, $4, 4;
-            shr.u32 e, w, 3;
-            and.b32 e, e, 0x0E000E00;
-            lop3.b32 w, w, 0x80008000, e, 0xEA;
-            fma.rn.f16x2 w, w, up, none;
-            fma.rn.f16x2 $2, w, $7, none;
-            shr.u32 e, $4, 3;
-            and.b32 e, e, 0x0E000E00;
-            lop3.b32 w, $4, 0x80008000, e, 0xEA;
-            fma.rn.f16x2 w, w, up, none;
-            fma.rn.f16x2 $3, w, $8, none;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [code, s0, s1, s2, s3],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+            E2M1_OF_HALF, "=&r,=&r,=&r,=&r,r,r,r,r,r", [code, s0, s1, s2, s3],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 w, e, up, none;
-            mov.b32 up, 0x7E807E80;
-            mov.b32 none, 0x80008000;
-            shl.b32 w, $4, 12;
-            shr.u32 e, w, 6;
-            and.b32 e, e, 0x01C001C0;
-            lop3.b32 w, w, 0x80008000, e, 0xEA;
-            fma.rn.bf16x2 w, w, up, none;
-            fma.rn.bf16x2 $0, w, $5, none;
-            shl.b32 w, $4, 8;
-            shr.u32 e, w, 6;
-            and.b32 e, e, 0x01C001C0;
-            lop3.b32 w, w, 0x80008000, e, 0xEA;
-            fma.rn.bf16x2 w, w, up, none;
-            fma.rn.bf16x2 $1, w, $6, none;
-            shl.b32 w, $4, 4;
-            shr.u32 e, w, 6;
-            and.b32 e, e, 0x01C001C0;
-            lop3.b32 w, w, 0x80008000, e, 0xEA;
-            fma.rn.bf16x2 w, w, up, none;
-            fma.rn.bf16x2 $2, w, $7, none;
-            shr.u32 e, $4, 6;
-            and.b32 e, e, 0x01C001C0;
-            lop3.b32 w, $4, 0x80008000, e, 0xEA;
-            fma.rn.bf16x2 w, w, up, none;
-            fma.rn.bf16x2 $3, w, $8, none;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [code, s0, s1, s2, s3],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+            E2M1_OF_BFLOAT, "=&r,=&r,=&r,=&r,r,r,r,r,r", [code, s0, s1, s2, s3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -399,9 +349,7 @@ def _launch(x, weight, bias, routed, out, strides, top_k, gate, options) -> None
     (order, starts, scales), wide = routed, out.shape[-1]
     _moe_packed_kernel[_grid(len(order), wide, len(starts) - 1, options)](
         x,
-        weight.raw(),
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *weight.tensors(),
         x if bias is None else bias,
         order,
         starts,

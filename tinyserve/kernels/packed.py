@@ -93,6 +93,10 @@ class Packed:
             "ADDED": self.added,
         }
 
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, scales and zeros as kernels take them: scales again where there are no zeros, to be left alone."""
+        return self.raw(), self.scales, self.scales if self.zeros is None else self.zeros
+
     def raw(self) -> torch.Tensor:
         """The codes; float8 as the bytes that they are."""
         return self.codes.view(torch.uint8) if self.codes.dtype.is_floating_point else self.codes
@@ -192,6 +196,38 @@ def shrunk(x, place: tl.constexpr, PER: tl.constexpr):
     return x if PER == 1 else x * factor
 
 
+def _of_places(begin: str, step: str) -> tuple[tl.constexpr, tl.constexpr]:
+    """PTX for float16 and bfloat16: `begin`, and `step` for each place of the words $4.
+
+    What stands for something: KIND the type of pairs, BASE the number whose last bit is worth one, ONE, WORD a register
+    with the place's codes in its lowest bits, OUT the place's result; w is free.
+    """
+    texts = []
+    for kind, base, one in (("f16x2", "0x64006400", "0x3C003C00"), ("bf16x2", "0x43004300", "0x3F803F80")):
+        lines = [".reg .b32 w, one;", "mov.b32 one, ONE;", begin, step.replace("WORD", "$4").replace("OUT", "$0")]
+        for place in range(1, 4):
+            lines += [f"shr.u32 w, $4, {4 * place};", step.replace("WORD", "w").replace("OUT", f"${place}")]
+        text = "\n".join(["{", *lines, "}"])
+        texts.append(tl.constexpr(text.replace("KIND", kind).replace("BASE", base).replace("ONE", one)))
+    return texts[0], texts[1]
+
+
+NIBBLES_OF_HALF, NIBBLES_OF_BFLOAT = _of_places(
+    "",
+    """lop3.b32 w, WORD, 0x000F000F, BASE, 0xEA;
+    fma.rn.KIND OUT, w, one, $5;""",
+)
+SCALED_OF_HALF, SCALED_OF_BFLOAT = _of_places(
+    """.reg .b32 t, high, low;
+    prmt.b32 high, $6, $6, 0x3232;
+    prmt.b32 low, $6, $6, 0x1010;""",
+    """lop3.b32 w, WORD, 0x000F000F, BASE, 0xEA;
+    fma.rn.KIND w, w, one, $5;
+    fma.rn.KIND t, w, low, $8;
+    fma.rn.KIND OUT, w, high, t;""",
+)
+
+
 @triton.jit
 def four_nibbles(code, minus, HALF: tl.constexpr):
     """The four codes of each word, plus `minus`, as float16 if HALF, else bfloat16; two words at a time.
@@ -200,54 +236,14 @@ def four_nibbles(code, minus, HALF: tl.constexpr):
     """
     if HALF:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 w, one;
-            mov.b32 one, 0x3C003C00;
-            lop3.b32 w, $4, 0x000F000F, 0x64006400, 0xEA;
-            fma.rn.f16x2 $0, w, one, $5;
-            shr.u32 w, $4, 4;
-            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
-            fma.rn.f16x2 $1, w, one, $5;
-            shr.u32 w, $4, 8;
-            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
-            fma.rn.f16x2 $2, w, one, $5;
-            shr.u32 w, $4, 12;
-            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
-            fma.rn.f16x2 $3, w, one, $5;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r",
-            [code, minus],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+            NIBBLES_OF_HALF, "=&r,=&r,=&r,=&r,r,r", [code, minus],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 w, one;
-            mov.b32 one, 0x3F803F80;
-            lop3.b32 w, $4, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, w, one, $5;
-            shr.u32 w, $4, 4;
-            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $1, w, one, $5;
-            shr.u32 w, $4, 8;
-            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $2, w, one, $5;
-            shr.u32 w, $4, 12;
-            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $3, w, one, $5;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r",
-            [code, minus],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+            NIBBLES_OF_BFLOAT, "=&r,=&r,=&r,=&r,r,r", [code, minus],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -279,74 +275,14 @@ def four_scaled_nibbles(code, minus, scale, added, HALF: tl.constexpr):
     """
     if HALF:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 w, t, one, high, low;
-            mov.b32 one, 0x3C003C00;
-            prmt.b32 high, $6, $6, 0x3232;
-            prmt.b32 low, $6, $6, 0x1010;
-            lop3.b32 w, $4, 0x000F000F, 0x64006400, 0xEA;
-            fma.rn.f16x2 w, w, one, $5;
-            fma.rn.f16x2 t, w, low, $8;
-            fma.rn.f16x2 $0, w, high, t;
-            shr.u32 w, $4, 4;
-            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
-            fma.rn.f16x2 w, w, one, $5;
-            fma.rn.f16x2 t, w, low, $8;
-            fma.rn.f16x2 $1, w, high, t;
-            shr.u32 w, $4, 8;
-            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
-            fma.rn.f16x2 w, w, one, $5;
-            fma.rn.f16x2 t, w, low, $8;
-            fma.rn.f16x2 $2, w, high, t;
-            shr.u32 w, $4, 12;
-            lop3.b32 w, w, 0x000F000F, 0x64006400, 0xEA;
-            fma.rn.f16x2 w, w, one, $5;
-            fma.rn.f16x2 t, w, low, $8;
-            fma.rn.f16x2 $3, w, high, t;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [code, minus, scale, added],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+            SCALED_OF_HALF, "=&r,=&r,=&r,=&r,r,r,r,r,r", [code, minus, scale, added],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 w, t, one, high, low;
-            mov.b32 one, 0x3F803F80;
-            prmt.b32 high, $6, $6, 0x3232;
-            prmt.b32 low, $6, $6, 0x1010;
-            lop3.b32 w, $4, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 w, w, one, $5;
-            fma.rn.bf16x2 t, w, low, $8;
-            fma.rn.bf16x2 $0, w, high, t;
-            shr.u32 w, $4, 4;
-            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 w, w, one, $5;
-            fma.rn.bf16x2 t, w, low, $8;
-            fma.rn.bf16x2 $1, w, high, t;
-            shr.u32 w, $4, 8;
-            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 w, w, one, $5;
-            fma.rn.bf16x2 t, w, low, $8;
-            fma.rn.bf16x2 $2, w, high, t;
-            shr.u32 w, $4, 12;
-            lop3.b32 w, w, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 w, w, one, $5;
-            fma.rn.bf16x2 t, w, low, $8;
-            fma.rn.bf16x2 $3, w, high, t;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [code, minus, scale, added],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+            SCALED_OF_BFLOAT, "=&r,=&r,=&r,=&r,r,r,r,r,r", [code, minus, scale, added],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -401,9 +337,7 @@ def packed_dense(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
     block = 4096 if columns % 4096 == 0 else 1024
     if out.numel():
         _packed_dense_kernel[(rows, cdiv(columns, block))](
-            weight.raw(),
-            weight.scales,
-            weight.scales if weight.zeros is None else weight.zeros,
+            *weight.tensors(),
             out,
             columns,
             weight.codes.shape[1],

@@ -355,9 +355,7 @@ def _launch(x, weight, bias, out, gate, options) -> None:
     (tokens, columns), rows = x.shape, out.shape[-1]
     _packed_gemm_kernel[(cdiv(tokens, options["BLOCK_M"]), cdiv(rows, options["BLOCK_N"]), options["SPLITS"])](
         x,
-        weight.raw(),
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *weight.tensors(),
         x if bias is None else bias,
         out,
         tokens,

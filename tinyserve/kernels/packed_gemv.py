@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .activation import KINDS, activate
+from .gemv import check_row
 from .launch import cdiv, choose, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
 from .packed import Packed, shrunk, single
 from .packed_strips import packed_strips, packed_strips_reference, strips_fit
@@ -265,12 +266,7 @@ def packed_gemv(
     if not use_kernel(x):
         return packed_gemv_reference(x, weight, bias, **options)
     rows = weight.codes.shape[0] // (2 if gate else 1)
-    if x.shape[0] != 1 or not x.is_contiguous():
-        raise ValueError(f"packed_gemv: x must be one row [1, {weight.columns}], is {list(x.shape)}")
-    if norm is not None and (norm.shape != x.shape[1:] or not norm.is_contiguous()):
-        raise ValueError(f"packed_gemv: norm must be [{x.shape[1]}], contiguous, is {list(norm.shape)}")
-    if residual is not None and (residual.shape != (1, rows) or not residual.is_contiguous()):
-        raise ValueError(f"packed_gemv: residual must be [1, {rows}], contiguous, is {list(residual.shape)}")
+    check_row("packed_gemv", x, rows, norm, residual)
     if weight.tile == 128 and strips_fit(x, weight, norm):
         return packed_strips(x, weight, bias, **options)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
@@ -287,9 +283,7 @@ def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
     options = choose("packed_gemv", x, default, **shape)
     _packed_gemv_kernel[(cdiv(rows, options["BLOCK_N"]),)](
         x,
-        weight.raw(),
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *weight.tensors(),
         x if bias is None else bias,
         x if norm is None else norm,
         x if residual is None else residual,

@@ -230,10 +230,11 @@ def _ahead(codes_ptr, scales_ptr, zeros_ptr, row, tile, row_elements, G, tiles, 
 def _finished(total, scales_ptr, bias_ptr, read, norm_scale, ONE: tl.constexpr, WIDTH: tl.constexpr,
               BIAS: tl.constexpr):  # fmt: skip
     """[16, TOKENS] from the sums of all tiles; [16, 1] of one token, which all columns hold."""
-    if ONE:  # columns first: fewer numbers go through shared memory, where warps' numbers stand in the same banks
-        y = tl.sum(tl.sum(total, axis=2), axis=0)[:, None] * (norm_scale / total.shape[2])
-    else:
-        y = tl.sum(total, axis=0)
+    if ONE:  # columns first: fewer numbers go through shared memory, where those of all warps stand in the same banks
+        total = tl.sum(total, axis=2)[:, :, None]
+    y = tl.sum(total, axis=0)
+    if ONE:
+        y *= norm_scale / 8
     if WIDTH == 0:
         y *= tl.load(scales_ptr + read)[:, None].to(tl.float32)
     if BIAS:
@@ -410,9 +411,7 @@ def _launch(x, weight, bias, out, *, norm, eps, offset, gate, residual) -> None:
     constants = weight.constants()
     _packed_strips_kernel[(cdiv(rows, 16),)](
         x,
-        weight.codes,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *weight.tensors(),
         x if bias is None else bias,
         x if norm is None else norm,
         x if residual is None else residual,
