@@ -37,6 +37,7 @@ LOG_INTERVAL = 10.0  # seconds
 _TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560
 )  # fmt: skip
+_LAG = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -80,7 +81,7 @@ HISTOGRAMS = (
     ("request_prefill_kv_computed_tokens", "Prompt tokens that were computed, not found.", None),
     ("request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)),
     ("iteration_tokens_total", "Tokens computed in a step.", _STEP),
-    ("event_loop_lag_seconds", "By how much a timer of the event loop was late, looked at 20 times a second.", _TTFT),
+    ("event_loop_lag_seconds", "By how much a timer of the event loop was late, looked at 20 times a second.", _LAG),
 )  # fmt: skip
 # name, help, labels, whether it is a sum with a count and no buckets; names without prefix, as everywhere in Python
 HTTP = (
