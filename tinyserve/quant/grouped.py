@@ -11,7 +11,8 @@ On a GPU integers and fp8 are kept in the order of kernels/packed.py, and multip
     1 row           kernels/packed_gemv.py, which takes in the norm before, the gate and the residual after
     2 .. about 64   kernels/packed_gemm.py, which takes in the gate, and may leave its splits to the next norm;
                     kernels/scaled_gemm.py if the checkpoint says that activations are rounded to fp8
-    2 .. 16         of four bits in groups of 32 or more: kernels/packed_strips.py, where packed_gemm.py goes
+    2 .. 16         of four bits in groups of 32 or more: kernels/packed_strips.py, where packed_gemm.py goes, as
+                    packed_gemv.py does with one row in groups of 128
     more            fp8 with one scale a row: x is rounded to fp8 too, and torch multiplies; else the matrix is made
                     dense for one product of torch
 
