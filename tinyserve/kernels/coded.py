@@ -187,29 +187,29 @@ def decode(byte, CODE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _numbers(word, byte, CODE: tl.constexpr, dtype: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr,
+             INT8: tl.constexpr):  # fmt: skip
+    """The numbers of one byte of words: by the text for their code where there is one, else from the byte alone."""
+    if CODE == "e4m3 by PTX" and dtype == tl.bfloat16:
+        return _by_ptx(word, E4M3)
+    elif CODE == "e5m2 by PTX" and dtype == tl.bfloat16:
+        return _by_ptx(word, E5M2)
+    elif CODE == "int8 by PTX" and dtype == tl.bfloat16:
+        return _by_ptx(word, INT8)
+    else:
+        return decode(byte, CODE, dtype)
+
+
+@triton.jit
 def low(word, CODE: tl.constexpr, dtype: tl.constexpr):
     """The numbers in the low bytes of int16 words, without their scale; exact."""
-    if CODE == "e4m3 by PTX" and dtype == tl.bfloat16:
-        return _by_ptx(word, E4M3_LOW)
-    elif CODE == "e5m2 by PTX" and dtype == tl.bfloat16:
-        return _by_ptx(word, E5M2_LOW)
-    elif CODE == "int8 by PTX" and dtype == tl.bfloat16:
-        return _by_ptx(word, INT8_LOW)
-    else:
-        return decode((word << 8) >> 8, CODE, dtype)
+    return _numbers(word, (word << 8) >> 8, CODE, dtype, E4M3_LOW, E5M2_LOW, INT8_LOW)
 
 
 @triton.jit
 def high(word, CODE: tl.constexpr, dtype: tl.constexpr):
     """The numbers in the high bytes of int16 words, without their scale; exact."""
-    if CODE == "e4m3 by PTX" and dtype == tl.bfloat16:
-        return _by_ptx(word, E4M3_HIGH)
-    elif CODE == "e5m2 by PTX" and dtype == tl.bfloat16:
-        return _by_ptx(word, E5M2_HIGH)
-    elif CODE == "int8 by PTX" and dtype == tl.bfloat16:
-        return _by_ptx(word, INT8_HIGH)
-    else:
-        return decode(word >> 8, CODE, dtype)
+    return _numbers(word, word >> 8, CODE, dtype, E4M3_HIGH, E5M2_HIGH, INT8_HIGH)
 
 
 @triton.jit
