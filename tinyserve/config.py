@@ -219,6 +219,8 @@ class EngineConfig:
              "--ssl-keyfile and --ssl-certfile are needed together."),
             (bool(server.ssl_ca_certs) and not server.ssl_certfile,
              "--ssl-ca-certs asks clients for certificates, which needs --ssl-certfile and --ssl-keyfile."),
+            (bool(server.root_path) and (not server.root_path.startswith("/") or server.root_path.endswith("/")),
+             f"--root-path must begin with a slash and not end with one, as in /api; got {server.root_path!r}."),
             (not all(key.strip() for key in server.api_key),
              "--api-key is empty, which would let in whoever sends no key. Set it, or leave the option out."),
             (server.allow_credentials and "*" in server.allowed_origins,

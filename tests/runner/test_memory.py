@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinyserve.device import Device
 from tinyserve.errors import ConfigError
 from tinyserve.kv.groups import KVGroup
-from tinyserve.runner.memory import CacheRequest, blocks_per_sequence, longest_context, plan_cache
+from tinyserve.runner.memory import CacheRequest, Needs, blocks_per_sequence, longest_context, plan_cache, size_cache
 
 FULL = (KVGroup(index=0, window=None, layers=(0, 1)),)
 HYBRID = (KVGroup(index=0, window=None, layers=(0,)), KVGroup(index=1, window=32, layers=(1,)))
@@ -58,3 +59,10 @@ def test_the_longest_context_is_the_longest(num_blocks, max_model_len):
 
     assert length == 0 or blocks_per_sequence(request, length) <= num_blocks - 1
     assert length == max_model_len or blocks_per_sequence(request, length + 1) > num_blocks - 1
+
+
+@pytest.mark.parametrize("more", [{"cache_bytes": 100 * 2**40}, {"num_blocks": 2**40}])
+def test_a_cache_larger_than_the_machine_is_refused(more):
+    """100 TiB ended in a traceback of numpy, which could not allocate a byte for each block."""
+    with pytest.raises(ConfigError, match="the device has"):
+        size_cache(ask(**more), Device.pick("cpu"), 0, Needs())

@@ -178,6 +178,8 @@ def _checked(values: Mapping[str, Any], source: str | None) -> dict[str, Any]:
             if name not in known:
                 raise ConfigError(unknown_option(name))
             checked[name] = known[name].convert(value)
+            if name == "api_key" and not checked[name] and source != "environment":  # where empty means not set
+                raise ConfigError("--api-key is empty: everybody could ask. Set it, or leave the option out.")
         except ConfigError as error:
             where = known[name].env if source == "environment" else source
             raise ConfigError(f"{where}: {error}" if where else str(error)) from None

@@ -159,6 +159,7 @@ def size_cache(request: CacheRequest, device: Device, weight_bytes: int, needs: 
     Args:
         weight_bytes: what the loaded model holds.
         needs: what is not taken yet, and must stay free.
+    Raises: ConfigError: more blocks are asked for than the device could ever hold.
     """
     memory = device.memory()
     if request.cache_bytes is not None:
@@ -169,4 +170,9 @@ def size_cache(request: CacheRequest, device: Device, weight_bytes: int, needs: 
         outside = memory.total_bytes - int(memory.total_bytes * request.utilization)
         available = memory.free_bytes - outside - needs.step - needs.graphs - RESERVE_BYTES
     plan = plan_cache(request, available)
+    if plan.cache_bytes > memory.total_bytes:
+        raise ConfigError(
+            f"The KV cache would take {plan.cache_bytes / GIB:.1f} GiB, but the device has "
+            f"{memory.total_bytes / GIB:.1f} GiB. Lower --kv-cache-memory-bytes or --num-gpu-blocks-override."
+        )
     return evolve(plan, weight_bytes=weight_bytes, needs=needs, free_bytes=memory.free_bytes)
