@@ -78,7 +78,7 @@ CONFIGS = {
     ),
     "llama4-plain": lambda: make(
         "Llama4Text", sizes=SIZES, head_dim=12, intermediate_size_mlp=60, num_local_experts=3, num_experts_per_tok=2,
-        moe_layers=[0, 2], no_rope_layers=[1, 0, 1], attention_chunk_size=8, use_qk_norm=False, attention_bias=True,
+        moe_layers=[0, 2], no_rope_layers=[1, 0, 1], attention_chunk_size=16, use_qk_norm=False, attention_bias=True,
         attn_temperature_tuning=False,
     ),
     "granite-moe": lambda: make(

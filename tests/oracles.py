@@ -99,7 +99,12 @@ CONFIGS = {
     "llama-yarn": lambda: llama(**rope("yarn", original_max_position_embeddings=32)),
     "llama-longrope": lambda: llama(**longrope(20, 32)),
     "mistral": mistral,
+    "mistral-full": lambda: mistral(sliding_window=None, head_dim=12, tie_word_embeddings=True, **rope("linear")),
     "ministral": lambda: make("Ministral", head_dim=16, sliding_window=5, layer_types=KINDS3),
+    "ministral-full": lambda: make(
+        "Ministral", head_dim=12, sliding_window=4, layer_types=["full_attention"] * 2 + KINDS3[:1], hidden_act="gelu",
+        tie_word_embeddings=True,
+    ),
     "seed-oss": lambda: make("SeedOss", head_dim=20, attention_bias=True, attention_out_bias=False),
     "seed-oss-biases": lambda: make(
         "SeedOss", head_dim=16, attention_bias=False, attention_out_bias=True, mlp_bias=True
@@ -139,6 +144,7 @@ CONFIGS = {
         "Granite", attention_bias=True, mlp_bias=True, attention_multiplier=0.2, tie_word_embeddings=True
     ),
     "glm": lambda: make("Glm", head_dim=16),
+    "glm-biases": lambda: make("Glm", head_dim=20, attention_bias=True, tie_word_embeddings=True, **PARTIAL),
     "glm4": lambda: make("Glm4", head_dim=16),
     "glm4-plain": lambda: make("Glm4", head_dim=20, attention_bias=False, **PARTIAL),
     "cohere": lambda: make("Cohere", logit_scale=2.0),
@@ -194,15 +200,38 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def families(configs: dict) -> dict[str, list[str]]:
+    """Names of configs by family, which is the first name of each class of config."""
+    found = {}
+    for name, config in configs.items():
+        found.setdefault(type(config()), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def pairs(configs: dict) -> list[str]:
+    """Names of the first two configs of each family."""
+    return [name for names in families(configs).values() for name in names[:2]]
+
+
 def save(name: str, folder: Path, *, seed: int = 0, shard_size: str = "5GB") -> Path:
     """Save a random checkpoint of CONFIGS[name] into `folder`, in float32 and in shards of at most `shard_size`."""
     return save_config(CONFIGS[name](), folder, seed=seed, shard_size=shard_size)
 
 
-def save_config(config: transformers.PretrainedConfig, folder: Path, *, seed: int = 0, shard_size: str = "5GB") -> Path:
-    """Save a random checkpoint of a config."""
+def save_config(
+    config: transformers.PretrainedConfig,
+    folder: Path,
+    *,
+    seed: int = 0,
+    shard_size: str = "5GB",
+    untouched: bool = False,
+) -> Path:
+    """Save a random checkpoint of a config. untouched: exactly as transformers draws it, also norms and biases."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if untouched:
+        model.save_pretrained(folder, max_shard_size=shard_size)
+        return folder
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -19,8 +19,6 @@ from tinyserve.quant import cpu_int8
 CLOSE = {"atol": 1e-4, "rtol": 0}  # of logits between 5 and 20; float32 noise is 1e-5
 LENGTHS = (37, 11)  # more than one window (4 to 6), more than llama3's and yarn's original length (32)
 DECODES = 3
-# Names of CONFIGS are those of families, some with a variant behind.
-FAMILIES = [name for name in oracles.CONFIGS if not any(name.startswith(f"{other}-") for other in oracles.CONFIGS)]
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +176,7 @@ def test_64_greedy_tokens_equal_transformers(name, kernels, checkpoint):
     assert found == [oracles.reference_greedy(folder, tokens, 64) for tokens in prompts]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", oracles.pairs(oracles.CONFIGS))
 def test_64_greedy_tokens_through_the_engine_equal_transformers(name, checkpoint):
     """Chunks of 12 tokens; 21 blocks of 8 positions for three sequences of up to 85, 5 where layers have windows."""
     folder = checkpoint(name)

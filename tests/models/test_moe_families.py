@@ -20,7 +20,6 @@ from tinyserve.quant.cpu import cpu_formats
 from tinyserve.quant.cpu_dense import dense_dtype
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
-ONE_OF_EACH = [name for name in list(CONFIGS)[::2] if name != "llama4-chunks"]
 LENGTHS = (37, 11)
 DECODES = 3
 
@@ -95,7 +94,7 @@ def test_batch_invariant_logits_are_equal_to_the_bit(checkpoint):
         open_model(checkpoint("deepseek-v2")).make_invariant()
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", oracles.pairs(CONFIGS))
 def test_64_greedy_tokens_through_the_engine_equal_transformers(name, checkpoint):
     """Chunks of 12 tokens, 14 blocks of 8 positions for two sequences of up to 85, a shared beginning of 16 found.
 
@@ -106,12 +105,14 @@ def test_64_greedy_tokens_through_the_engine_equal_transformers(name, checkpoint
     prompts = [first, oracles.prompt(8, seed=1), first[:17] + oracles.prompt(3, seed=3)]
     model = open_model(folder)
     groups = group_layers(model.kv_layers())
+    if any(group.reach for group in groups):  # two would find room for their windows
+        prompts.insert(2, oracles.prompt(19, seed=2))
 
     served = serve(model, prompts, blocks=1 + sum(14 if group.reach is None else 5 for group in groups))
 
-    assert served.ids == [oracles.reference_greedy(folder, tokens, 64) for tokens in prompts]
+    assert served.ids == oracles.reference_choices(folder, prompts, served.ids)
     assert served.preemptions > 0
-    assert served.cached[-1] == 16 or len(groups) > 1
+    assert served.cached[-1] == 16 or any(group.reach for group in groups)
 
 
 @pytest.mark.parametrize("name, needle, first", [("mixtral-window", 0, 13), ("llama4-chunks", 6, 8)])

@@ -45,8 +45,8 @@ def test_smollm2_chooses_the_reference_tokens():
 
 
 def test_gemma3_chooses_the_reference_tokens():
-    """24 tokens of each of 5 prompts."""
-    assert first_difference(real_models.gemma3(), REFERENCE["gemma3"]["prompts"], 24) is None
+    """64 tokens of each of 5 prompts; the smallest gap to the second choice is 0.0048."""
+    assert first_difference(real_models.gemma3(), REFERENCE["gemma3"]["prompts"], 64) is None
 
 
 def test_gemma3_kept_in_its_blocks_chooses_the_same_tokens():
