@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .codes import SMALLEST, Codes, Scheme
+from .codes import Codes, Scheme, fitting_scales
 
 DAMPING = 0.01  # of H's mean diagonal, added to it
 
@@ -31,8 +31,7 @@ def compensated(weight: Tensor, inputs: Tensor, scheme: Scheme, scale_dtype: tor
     codes, scales = torch.empty(left.shape, dtype=torch.uint8, device=left.device), []
     for start in range(0, columns, width):
         end = min(start + width, columns)
-        reach = left[:, start:end].abs().amax(1)
-        scale = (reach / (middle - 1)).to(scale_dtype).float().clamp(min=SMALLEST)
+        scale = fitting_scales(left[:, start:end], middle, scale_dtype)
         errors = torch.empty(len(left), end - start, device=left.device)
         for column in range(start, end):
             code = (left[:, column] / scale).round().clamp(-middle, middle - 1)
