@@ -263,6 +263,7 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapte
         block_size=config.cache.block_size,
         groups=groups,
         depth=options.depth,
+        words=-(-min(parts.tokenizer.vocab_size, parts.model.vocab_size) // 32),
     )
     graphs: Any = Eager()
     if device.has_graphs and not config.runner.enforce_eager and getattr(parts.model, "recordable", True):

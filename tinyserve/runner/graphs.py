@@ -19,6 +19,7 @@ Before: runner/batch.py.  After: runner/runner.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from attrs import evolve, field, frozen
 from ..device import Device, borrowed
 from .batch import Shape, Views
 
+_log = logging.getLogger(__name__)
 MIXED_TOKENS = 512  # prompt tokens of the largest mixed graph of any model
 MIXED_PROMPTS = 8  # sequences in it besides the decodes
 # A device does 2048 tokens of a model with so many bytes sooner than a host launches the kernels one by one, 20 ms.
@@ -69,8 +71,22 @@ class Graphs(Protocol):
         """The shape to record next, None if there is none left; early: of those that a start waits for."""
         ...
 
-    def record(self, shape: Shape, compute: Callable[[], Computed]) -> None:
-        """Make a graph of compute(), which works on this shape's buffers."""
+    def record(
+        self, shape: Shape, compute: Callable[[], Computed], choose: Callable[[Computed], None] | None = None
+    ) -> None:
+        """Make a graph of compute(), which works on this shape's buffers, and another one of choose(its result)."""
+        ...
+
+    def chooses(self, shape: Shape) -> bool:
+        """Whether there is a graph of `choose` for this shape."""
+        ...
+
+    def choose(self, shape: Shape) -> None:
+        """Replay it: nothing has been replayed since this shape's other graph."""
+        ...
+
+    def no_choices(self) -> None:
+        """Forget all graphs of `choose`, and make no more."""
         ...
 
     def shapes(self) -> list[Shape]:
@@ -109,8 +125,20 @@ class Eager:
         """There is nothing to record."""
         return None
 
-    def record(self, shape: Shape, compute: Callable[[], Computed]) -> None:
+    def record(
+        self, shape: Shape, compute: Callable[[], Computed], choose: Callable[[Computed], None] | None = None
+    ) -> None:
         """Nothing: `next` names no shape to record."""
+
+    def chooses(self, shape: Shape) -> bool:
+        """There is none."""
+        return False
+
+    def choose(self, shape: Shape) -> None:
+        """Nothing: none is recorded."""
+
+    def no_choices(self) -> None:
+        """Nothing is recorded."""
 
     def shapes(self) -> list[Shape]:
         """Nothing is recorded."""
@@ -226,7 +254,8 @@ class Recorded:
         self._early = len(self._missing) - wanted.early()  # left when a start may end
         self._pool = device.graph_pool()
         self._graphs: dict[Shape, tuple[Any, Computed]] = {}
-        self._gave_up = False
+        self._choices: dict[Shape, Any] = {}
+        self._gave_up = self._chooseless = False
         self._fits: dict[Shape, Shape] = {}  # what `fit` found since the last recording
 
     def fit(self, shape: Shape) -> Shape:
@@ -288,18 +317,46 @@ class Recorded:
         """The next shape of the list."""
         return self._missing[0] if len(self._missing) > (self._early if early else 0) else None
 
-    def record(self, shape: Shape, compute: Callable[[], Computed]) -> None:
-        """Record compute(), which works on this shape's buffers. It is run once before, to load what it needs."""
+    def record(
+        self, shape: Shape, compute: Callable[[], Computed], choose: Callable[[Computed], None] | None = None
+    ) -> None:
+        """Record compute() and choose(), which work on this shape's buffers. They run once before, to load their needs.
+
+        What compute() leaves is held while choose() is recorded, so that it gets other memory.
+        """
         if shape in self._missing:
             self._missing.remove(shape)
-        compute()
+        first = compute()
+        if choose is not None and not self._chooseless:
+            choose(first)
+        del first
         graph, computed = self._device.record(compute, self._pool)
+        if choose is not None and not self._chooseless:
+            try:
+                self._choices[shape], _ = self._device.record(lambda: choose(computed), self._pool)
+            except RuntimeError as error:
+                _log.warning("choices held to grammars are launched one by one, which is slower: %s", error)
+                self.no_choices()
         logits = None if computed.logits is None else borrowed(computed.logits)
         self._fits.clear()
         self._graphs[shape] = graph, Computed(borrowed(computed.hidden), logits, computed.ended)
 
+    def chooses(self, shape: Shape) -> bool:
+        """Whether its choice was recorded."""
+        return shape in self._choices
+
+    def choose(self, shape: Shape) -> None:
+        """Replay its choice."""
+        self._choices[shape].replay()
+
+    def no_choices(self) -> None:
+        """Do without them."""
+        self._chooseless = True
+        self._choices.clear()
+
     def close(self) -> None:
         """Free the graphs; their pool goes with the last one."""
+        self._choices.clear()
         self._graphs.clear()
         self._fits.clear()
         self._missing.clear()

@@ -36,6 +36,7 @@ from .batch import Batch, BatchBuilder, Shape, Views
 from .flight import Flight, pass_on
 from .graphs import Computed, Eager, Graphs
 from .hands import Hands, by_graph, done
+from .held import HeldChoice
 from .pooled import pooled, wanted
 from .scored import score_all, scored
 from .slots import Differences, Rows
@@ -60,7 +61,7 @@ class Model(Protocol):
 
 @frozen(kw_only=True)
 class Limits:
-    """The largest step and the number of rows that a runner is built for."""
+    """The largest step and the number of rows that a runner is built for. words: of 32 tokens, in a grammar's mask."""
 
     rows: int
     max_seqs: int
@@ -69,6 +70,7 @@ class Limits:
     block_size: int
     groups: int
     depth: int = 1
+    words: int = 0
 
 
 class _Launched(NamedTuple):
@@ -148,6 +150,7 @@ class Runner:
         self._events = [device.event() for _ in range(ring)]
         self._worker = Workers("tinyserve-step")
         self._hands = Hands(self._worker if device.is_cpu else None)
+        self._held = HeldChoice(sampler, self.graphs, limits.words, device.torch)
         self._before: _Begun | None = None  # the step before, if all of it was a graph's
         self._closed = False
 
@@ -204,20 +207,20 @@ class Runner:
         self._worker.close()
         self.graphs.close()
         self.adapters.close()
-        del self.model, self.sampler, self.rows, self.batches, self.adapters
+        del self.model, self.sampler, self.rows, self.batches, self.adapters, self._held
         self.device.release_unused()
 
     def record(self, shape: Shape) -> None:
         """Make the graph of a shape, over sequences of padding. No step may be under way.
 
-        If it cannot be made (no memory, or a model that waits for the device inside a step), no more are tried.
-        """
+        If it cannot be made (no memory, or a model that waits for the device inside a step), no more are tried."""
         done(self._hands.do(False, self._on_device, self._record, shape))
 
     def _record(self, shape: Shape) -> None:
         batch = self._padding(shape)
+        choose = self._held.choice(batch.views, self._keep) if shape.is_decode else None
         try:
-            self.graphs.record(shape, lambda: self._compute(batch, filters=True))
+            self.graphs.record(shape, lambda: self._compute(batch, filters=True), choose)
         except RuntimeError as error:
             _log.warning("no more device graphs, so steps without one run slower: %s: %s", shape, error)
             self.graphs.give_up()
@@ -318,13 +321,10 @@ class Runner:
         return _Forward(pieces, slots, own, shape, views, computed, sampled, again)
 
     def _choose(self, forward: _Forward, masks: Any) -> tuple[Sequence[int], memoryview | None, TokenReports | None]:
-        """Choose tokens if the forward has not; the places of sequences in the result, the result, and reports.
-
-        masks: what grammars allow, waited for only now that the forward is queued; None if there are none.
-        """
+        """Choose tokens if the forward has not; the places of sequences in the result, the result, and reports."""
         own, shape, slots, views = forward.exact, forward.shape, forward.slots, forward.views
         reports, places = None, range(len(forward.pieces))
-        if forward.again:
+        if forward.again and not self._held.replay(masks, slots, shape):
             views = self.batches.views(own)
             grammar = None if masks is None else GrammarMask.of(masks.result(), masks.slots, slots, self.device.torch)
             reports = self._sample(forward.computed, slots, views, grammar)

@@ -123,6 +123,7 @@ def warm_up(runner: Runner) -> None:
         runner.record(shape)
     runner.device.synchronize()
     check_rings(runner)
+    check_masks(runner)
 
 
 def check_rings(runner: Runner) -> None:
@@ -140,6 +141,17 @@ def check_rings(runner: Runner) -> None:
         )
 
 
+def check_masks(runner: Runner) -> None:
+    """See that a recorded choice obeys grammars, before anybody's does; if not, choices are launched one by one."""
+    most, vocab = min(runner.limits.max_seqs, 3), runner.model.vocab_size
+    for few in sorted({1, most}):
+        masks = _Masks(few, runner.limits.words or -(-vocab // 32), only=True)
+        given = _steps(runner, [1] * few, [GREEDY], masks=masks)[0].slices
+        if [piece.tokens for piece in given] != [(masks.token(row),) for row in range(few)]:
+            _log.warning("recorded choices do not obey masks on this device; they are launched one by one")
+            runner.graphs.no_choices()
+
+
 def _all_kinds(runner: Runner) -> None:
     """A step of every kind: prompts of lengths that make kernels choose other tiles, batches, mixtures, samplers."""
     limits = runner.limits
@@ -151,7 +163,7 @@ def _all_kinds(runner: Runner) -> None:
     shapes += [([1, *rest], (GREEDY,)) for rest in ([2], [15, 16], [17] * 16)]
     shapes += [([2] * 4, kinds) for kind in REPORTED for kinds in ((kind,), (kind, GREEDY))]
     few = min(3, limits.max_seqs)
-    _steps(runner, [1] * few, (GREEDY,), masks=_Open(few, runner.model.vocab_size))
+    _steps(runner, [1] * few, (GREEDY,), masks=_Masks(few, -(-runner.model.vocab_size // 32)))
     if runner.adapters.places:  # products are not folded into their neighbours then
         shapes += [(counts, (WORN,)) for counts, kinds in shapes if kinds == (GREEDY,)]
     for counts, kinds in shapes:
@@ -159,14 +171,19 @@ def _all_kinds(runner: Runner) -> None:
             _steps(runner, counts, kinds, decodes=int(max(counts) <= 2))
 
 
-class _Open:
-    """Masks of some rows that allow everything."""
+class _Masks:
+    """Masks of some rows that allow everything, or one token each."""
 
     begun = there = True
 
-    def __init__(self, rows: int, vocab_size: int) -> None:
+    def __init__(self, rows: int, words: int, *, only: bool = False) -> None:
         self.slots = tuple(range(rows))
-        self._bits = np.full((rows, -(-vocab_size // 32)), -1, dtype=np.int32)
+        self._bits = np.full((rows, words), 0 if only else -1, dtype=np.int32)
+        for row in range(rows) if only else ():
+            self._bits[row, 0] = 1 << self.token(row)
+
+    def token(self, row: int) -> int:
+        return 1 + row
 
     def result(self) -> np.ndarray:
         return self._bits
