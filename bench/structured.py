@@ -105,6 +105,8 @@ async def main() -> None:
     await asyncio.to_thread(engine.machine.grammars.warm)
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_loaded()
+    while engine.machine.runner.graphs.next() is not None:
+        await asyncio.sleep(0.05)  # idle, so that they are recorded
     free = None
     for name, form in FORMS.items():
         await run(engine, args.batch, 16, form)

@@ -29,6 +29,7 @@ from .trial import TooMuch, Trial, limits
 
 CACHED = 512  # grammars
 CACHED_BYTES = 512 * 2**20
+LETTERS, SHORT = r'[^"\\\x00-\x1F\x7F]', (2, 4, 6)  # of a JSON text
 KNOWN, KNOWN_CHARACTERS = 1024, 256  # texts whose ids are kept, and their length
 WAIT_SECONDS = 20.0  # a request waits no longer for its grammar
 QUICK_SECONDS, SECONDS = 0.3, 3.0  # of one core, that a grammar may take at first, and in the thread for slow ones
@@ -182,8 +183,18 @@ class Grammars:
                 self._library = LLTokenizer(
                     TokenizerWrapper(_Vocabulary(self._tokenizer, words.bytes, self._end_ids)),
                     eos_token=self._end_ids or None,
+                    slices=_slices(),
                 )
             return self._library
+
+
+def _slices() -> list[str]:
+    """Sets of tokens whose masks the library keeps, the library's own and short ones.
+
+    Where a text may have only a few letters more, tokens of so many need not be looked at one by one.
+    """
+    blanks, *texts = LLTokenizer.general_slices()
+    return [blanks, *(LETTERS + f"{{1,{most}}}" for most in SHORT), *texts]
 
 
 def _key(wanted: Wanted) -> bytes:
