@@ -7,7 +7,10 @@ import pytest
 from bench.streams import engine_of
 from tinyserve import config
 from tinyserve.engine.pace import LONGEST, MANY, MOST, PATIENCE, WINDOW, Pace
-from tinyserve.request import SamplingParams
+from tinyserve.engine.streams import Choir
+from tinyserve.request import RequestOutputKind, SamplingParams
+
+from .toy import answer, letters, settle, start
 
 
 class Step:
@@ -168,3 +171,41 @@ def test_a_pause_keeps_no_tokens_from_readers(stop):
 
     before, known = asyncio.run(run())
     assert before == known and min(before) > 0
+
+
+def test_whoever_waits_for_a_turn_finds_every_token_of_its_own(monkeypatch):
+    """12 answers of 20 to 130 letters that differ, one in a form of its own (stop, once, every 3 tokens), while turns
+    come every 1 to 16 steps and change every 5: all ids are right, and each token is counted once."""
+    quiet, take = [], Choir.take
+    monkeypatch.setattr(Choir, "take", lambda self, *rest: quiet.append(len(self.speaking)) or take(self, *rest))
+    kinds = [{}, {}, {"stop": ["never"]}, {"output_kind": RequestOutputKind.FINAL_ONLY}, {"detokenize": False}]
+
+    def note(self, flight, flying, streams):
+        self._step += 1
+        self.together = (1, 4, 2, 8, 1, 16)[self._step // 5 % 6]
+
+    async def run():
+        monkeypatch.setattr(Pace, "note", note)
+        engine = await start(letters, max_num_seqs=12, stream_interval=1)
+        calls = [
+            engine.generate([97 + i] * 3, SamplingParams(temperature=0, max_tokens=20 + 10 * i, **kinds[i % 5]))
+            for i in range(12)
+        ]
+        found = await asyncio.gather(*map(answer, calls))
+        await settle(engine)
+        counted = sum(step.generated for step in engine.meter.steps)
+        await engine.close()
+        return found, counted
+
+    found, counted = asyncio.run(run())
+    for i, (texts, ids, last, pieces) in enumerate(found):
+        right = [97 + i] * 3
+        while len(right) < 3 + 20 + 10 * i:
+            scores = letters(right, 3)
+            right.append(max(scores, key=scores.get))
+        assert list(ids[0]) == right[3:] and last[0].usage.completion_tokens == len(ids[0])
+        assert texts[0] in ("", bytes(right[3:]).decode())
+        assert last[0].metrics.num_generation_tokens == len(ids[0])
+        assert 1 <= len(pieces) < 20 + 10 * i
+    assert counted == sum(len(ids[0]) for _, ids, _, _ in found)
+    assert sum(quiet) > 100
