@@ -318,7 +318,7 @@ def _launch(parts, where, sinks, out, grid, numbers, constants) -> None:
         "ROWS": 4 if ragged and grid[1] >= 8 else 1,  # of a cut, few programs have anything to do
         "BLOCK_K": min(next_power_of_2(count), max(CHUNK // block_d, 1)),
         "BLOCK_D": block_d,
-        "num_warps": 1 if count <= 8 else 4,
+        "num_warps": 4,
     }
     options = choose("attention_merge", out, default, parts=count, head_dim=head_dim)
     blocks = cdiv(grid[0], options["ROWS"]), grid[1], cdiv(head_dim, options["BLOCK_D"])
