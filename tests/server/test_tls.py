@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tinyserve.errors import ConfigError
-from tinyserve.server import tls
+from tinyserve.server import spoken, tls
 from tinyserve.server.serve import Server, open_socket
 
 from .conftest import FakeEngine, service_of
@@ -59,6 +59,30 @@ def test_a_new_certificate_is_shown_without_a_restart(run, tmp_path, monkeypatch
         await server.stop()
 
     run(go())
+
+
+def test_only_http_1_is_offered_and_what_is_none_is_told_so(run, tmp_path, caplog, monkeypatch):
+    """HTTP/2 was offered by ALPN; half of a TLS connection cannot be closed, which no answer may fail at."""
+    monkeypatch.setattr(spoken, "SWALLOW_SECONDS", 0.2)
+
+    async def go():
+        install(1, tmp_path)
+        files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
+        service = service_of(FakeEngine(), port=0, **files)
+        server = Server(service, open_socket(service.config.server))
+        await server.start()
+        context = ssl.create_default_context(cafile=KEYS / "cert1.pem")
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        port = int(server.address.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
+        writer.write(b"hello\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+        await server.stop()
+
+    run(go())
+    assert not caplog.records
 
 
 def test_files_that_do_not_fit_are_refused_at_the_start(tmp_path):

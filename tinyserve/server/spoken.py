@@ -46,8 +46,9 @@ class Connection(TCPServer):
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, Closed) and self.protocol.refused:
-            with contextlib.suppress(OSError, TimeoutError):
-                self.writer.write_eof()
+            with contextlib.suppress(OSError, RuntimeError, TimeoutError):
+                if self.writer.can_write_eof():  # not with TLS
+                    self.writer.write_eof()
                 async with asyncio.timeout(SWALLOW_SECONDS):
                     while await self.reader.read(MAX_RECV):
                         pass
