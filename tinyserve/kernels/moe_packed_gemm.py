@@ -395,6 +395,7 @@ def _formula(x: torch.Tensor, weight: Packed, tokens: int, pair: int) -> dict[st
     device, block_n, block_k, warps = launch.facts(x.device), 64, 128, 4
     if x.element_size() == 4 and device.backend != "cpu":
         tokens, block_k, warps = 16, 32 if weight.bits == 8 else 128, 4 if weight.bits == 8 else 8
+        block_n = 32 if weight.kind == "e2m1" and pair == 2 else 64  # 64 spill with triton 3.6
     elif tokens >= 128 and pair == 1:
         block_n, warps = 128, 8
     stage = tokens * block_k * x.element_size() + block_n * block_k * pair * weight.bits // 8
