@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ConfigError
 
 PROMPT = 512  # tokens
-MOST_TOKENS = 16384
+MOST_TOKENS = 131072
 SUM_BYTES = 8 << 30
 
 
