@@ -31,6 +31,7 @@ _OTHERS = """\
     model_impl model_loader_extra_config moe_backend nnodes node_rank offload_backend offload_group_size
     performance_mode pooler_config prefix_caching_hash_algo profiler_config reasoning_config runner
     safetensors_load_strategy skip_mm_profiling skip_tokenizer_init spec_method spec_model spec_tokens
+    enable_mfu_metrics enable_logging_iteration_details cudagraph_metrics kv_cache_metrics kv_cache_metrics_sample
     structured_outputs_config swap_space task tokenizer_mode tokenizer_revision tokens_only tool_server
     trust_request_mm_kwargs video_pruning_rate weight_transfer_config"""
 # Of vLLM, and would change what is served: refused by name, not guessed at. With the short spelling, or None.
@@ -45,7 +46,6 @@ INSTEAD = {
     "async_scheduling": "say --depth 2 (the default on a GPU), or --depth 1 for no.",
     "calculate_kv_scales": "not needed: int8 has a scale for each token; those of fp8 come from the checkpoint.",
     "collect_detailed_traces": "not needed: spans hold the times of a request; /dashboard/trace has each step.",
-    "cudagraph_metrics": "not needed: /metrics has them.",
     "disable_access_log_for_endpoints": "not needed: there is no such log.",
     "disable_chunked_mm_input": "not needed: no model here takes media yet.",
     "disable_custom_all_reduce": "not needed: a model runs on one device.",
@@ -55,12 +55,10 @@ INSTEAD = {
     "enable_layerwise_nvtx_tracing": "/dashboard/trace has each step.",
     "enable_log_deltas": "answers are never logged.",
     "enable_log_outputs": "answers are never logged.",
-    "enable_mfu_metrics": "tinyserve bench tells what a device reaches.",
     "enable_per_request_metrics": "not needed: spans (--otlp-traces-endpoint) hold the times of a request.",
     "enable_reasoning": "not needed: thoughts are told from the chat template; --reasoning-parser says otherwise.",
     "enable_server_load_tracking": "not needed: /load is always there.",
     "hf_config_path": "say --hf-overrides for what differs.",
-    "kv_cache_metrics": "not needed: /metrics has them.",
     "max_new_tokens": "each request says max_tokens; for all, --override-generation-config.max_new_tokens.",
     "max_parallel_loading_workers": "not needed: weights are read front to back, one tensor at a time.",
     "max_tokens": "each request says it; for all, --override-generation-config.max_new_tokens.",
