@@ -17,23 +17,22 @@ from .options import nearest
 
 _OTHERS = """\
     additional_config all2all_backend allowed_local_media_path allowed_media_domains api_server_count
-    attention_backend attention_config code_revision config_format convert cpu_offload_gb
-    data_parallel_size_local dbo_decode_token_threshold dbo_prefill_token_threshold default_mm_loras
-    disable_fastapi_docs disable_sliding_window distributed_executor_backend ec_transfer_config enable_dbo
-    enable_elastic_ep enable_eplb enable_mm_embeds enable_prompt_embeds enable_scale_out enable_sleep_mode
-    enable_tokenizer_info_endpoint eplb_config expert_placement_strategy fully_sharded_loras grpc
-    guided_decoding_backend headless hf_token ignore_patterns interleave_mm_strings io_processor_plugin
-    kernel_config kv_cache_dtype_skip_layers kv_events_config kv_offloading_backend kv_offloading_size
-    kv_sharing_fast_prefill kv_transfer_config language_model_only limit_mm_per_prompt linear_backend
-    logits_processors lora_dtype lora_target_modules mamba_block_size mamba_cache_dtype mamba_cache_mode
-    mamba_ssm_cache_dtype master_addr master_port max_cudagraph_capture_size media_io_kwargs middleware
-    mm_encoder_only mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs
-    model_impl model_loader_extra_config moe_backend nnodes node_rank offload_backend offload_group_size
-    performance_mode pooler_config prefix_caching_hash_algo profiler_config reasoning_config runner
-    safetensors_load_strategy skip_mm_profiling skip_tokenizer_init spec_method spec_model spec_tokens
-    enable_mfu_metrics enable_logging_iteration_details cudagraph_metrics kv_cache_metrics kv_cache_metrics_sample
-    structured_outputs_config swap_space task tokenizer_mode tokenizer_revision tokens_only tool_server
-    trust_request_mm_kwargs video_pruning_rate weight_transfer_config"""
+    attention_backend attention_config code_revision config_format convert cpu_offload_gb cudagraph_metrics
+    custom_histogram_buckets data_parallel_size_local dbo_decode_token_threshold dbo_prefill_token_threshold
+    default_mm_loras disable_fastapi_docs disable_sliding_window distributed_executor_backend ec_transfer_config
+    enable_dbo enable_elastic_ep enable_eplb enable_logging_iteration_details enable_mfu_metrics enable_mm_embeds
+    enable_prompt_embeds enable_scale_out enable_sleep_mode enable_tokenizer_info_endpoint eplb_config
+    expert_placement_strategy fully_sharded_loras grpc guided_decoding_backend headless hf_token ignore_patterns
+    interleave_mm_strings io_processor_plugin kernel_config kv_cache_dtype_skip_layers kv_cache_metrics
+    kv_cache_metrics_sample kv_events_config kv_offloading_backend kv_offloading_size kv_sharing_fast_prefill
+    kv_transfer_config language_model_only limit_mm_per_prompt linear_backend logits_processors lora_dtype
+    lora_target_modules mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype master_addr
+    master_port max_cudagraph_capture_size media_io_kwargs middleware mm_encoder_only mm_encoder_tp_mode
+    mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs model_impl model_loader_extra_config
+    moe_backend nnodes node_rank offload_backend offload_group_size performance_mode pooler_config
+    prefix_caching_hash_algo profiler_config reasoning_config runner safetensors_load_strategy skip_mm_profiling
+    skip_tokenizer_init spec_method spec_model spec_tokens structured_outputs_config swap_space task tokenizer_mode
+    tokenizer_revision tokens_only tool_server trust_request_mm_kwargs video_pruning_rate weight_transfer_config"""
 # Of vLLM, and would change what is served: refused by name, not guessed at. With the short spelling, or None.
 NOT_YET = {
     "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",
