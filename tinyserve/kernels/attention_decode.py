@@ -80,10 +80,11 @@ def attention_decode_reference(
     sinks, slopes = (None if one is None else one.view(heads, -1, 1) for one in (sinks, alibi_slopes))
     kept = raw(k_cache)
     key = ("layout", block_tables.data_ptr(), q.shape[0], kept.shape, kept.stride(), kept.dtype, window)
-    results, row = [], 0
+    each = grouped.split_with_sizes([1] * len(q)) if len(q) > 1 else (grouped,)
+    results = []
     for some in once(memo, key, lambda: layout(block_tables, seq_lens.tolist(), k_cache, v_cache, window)):
         for k, v in some.read(k_cache, v_cache, memo):
-            one, row = grouped[row : row + 1], row + 1
+            one = each[len(results)]
             if not k.shape[2]:
                 results.append(torch.zeros_like(one))
                 continue

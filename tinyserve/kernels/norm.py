@@ -36,15 +36,21 @@ from .launch import (
 MAX_COLUMNS = 65536  # one program holds a row in registers: 128 numbers a thread at 16 warps
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
-    """The specification of `rms_norm`, with its arguments."""
-    scale = wide(weight) + offset if offset else wide(weight)
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, scaled: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The specification of `rms_norm`, with its arguments: x * sqrt(H) (weight + offset) / sqrt(sum(x²) + H eps)."""
+    scaled = scaled_weight(weight, offset) if scaled is None else scaled
     number = wide(x)
     # Fewer and cheaper operations than torch's own rms_norm makes of it, which counts when T is small.
     length = torch.linalg.vector_norm(number, dim=-1, keepdim=True)
-    mean_square = torch.addcmul(_scalar(eps, x.device), length, length, value=1 / x.shape[-1])
-    normed = (number * scale).mul_(mean_square.rsqrt_())
+    normed = (number * scaled).div_(length.hypot_(_scalar((eps * x.shape[-1]) ** 0.5, x.device)))
     return normed if normed.dtype == x.dtype else normed.to(x.dtype)
+
+
+def scaled_weight(weight: torch.Tensor, offset: float) -> torch.Tensor:
+    """sqrt(H) (weight + offset), [H] float32: what the reference multiplies by."""
+    return (weight.float() + offset) * weight.shape[-1] ** 0.5
 
 
 @cache
@@ -54,11 +60,17 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    scaled: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of `add_rms_norm`, with its arguments."""
     total = x + delta if delta.dim() == 2 else (x.float() + delta.sum(0)).to(x.dtype)
-    return total, rms_norm_reference(total, weight, eps, offset=offset)
+    return total, rms_norm_reference(total, weight, eps, offset=offset, scaled=scaled)
 
 
 @triton.jit
@@ -98,7 +110,9 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * H + column, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, scaled: torch.Tensor | None = None
+) -> torch.Tensor:
     """Normalise each row by its root mean square and scale it.
 
     Args:
@@ -106,6 +120,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float
         weight: [H], any floating type.
         eps: added to the mean square.
         offset: added to each weight, in float32.
+        scaled: `scaled_weight(weight, offset)`, if it has been made already; for the reference.
 
     Returns:
         [T, H] in x's type, contiguous.
@@ -114,7 +129,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float
         ValueError: shapes that do not fit, or H above MAX_COLUMNS.
     """
     if not use_kernel(x):
-        return rms_norm_reference(x, weight, eps, offset=offset)
+        return rms_norm_reference(x, weight, eps, offset=offset, scaled=scaled)
     _check("rms_norm", x, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, None, out, eps, offset)
@@ -122,14 +137,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float
 
 
 def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    scaled: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a block's output to the stream, and normalise the sum.
 
     Args:
         x: [T, H], the residual stream; rows may lie apart; not changed.
         delta: [T, H], what the last block put out, in x's type; or [P, T, H] float32, parts that add up to it.
-        weight, eps, offset: as for `rms_norm`.
+        weight, eps, offset, scaled: as for `rms_norm`.
 
     Returns:
         (x + delta, its norm), both [T, H] in x's type, contiguous.
@@ -138,7 +159,7 @@ def add_rms_norm(
         ValueError: shapes or types that do not fit, or H above MAX_COLUMNS.
     """
     if not use_kernel(x):
-        return add_rms_norm_reference(x, delta, weight, eps, offset=offset)
+        return add_rms_norm_reference(x, delta, weight, eps, offset=offset, scaled=scaled)
     _check("add_rms_norm", x, weight)
     check_rows("add_rms_norm: delta", delta if delta.dim() == 2 else delta.flatten(0, 1), x.shape[1])
     if delta.shape[-2:] != x.shape or delta.dtype != (x.dtype if delta.dim() == 2 else torch.float32):

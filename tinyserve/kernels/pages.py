@@ -1,7 +1,7 @@
 """How the references of attention read the paged cache: in place, or from whole blocks copied out in token order.
 
-The pool gives a sequence blocks that follow each other as long as it can (kv/pool.py). Where a token's keys and values
-also follow those of the token before, as kv/storage.py lays them out on the CPU, such a sequence is one strided tensor
+The pool gives a sequence blocks that follow each other as long as it can (kv/pool.py). Where the blocks of each head
+also follow each other in memory, as kv/storage.py lays them out on the CPU, such a sequence is one strided tensor
 already. The blocks of other sequences are copied.
 
 On the CPU references are what serves, and there every tensor operation of every layer costs as much as a small product.
@@ -59,29 +59,21 @@ def attend(
     return (scores.softmax(dim=-1)[..., : k.shape[-2]] @ v.float()).to(q.dtype)
 
 
-def joined(k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None = None) -> torch.Tensor | None:
-    """Both caches [B, Hkv, P, D] as one tensor [B, P, 2 Hkv, D], if each token's keys and values lie side by side.
+def by_head(k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None = None) -> tuple[torch.Tensor, ...]:
+    """The caches [B, Hkv, P, D] as references copy from them: two tensors [Hkv, B, P, D].
 
-    That is how kv/storage.py lays them out on the CPU, where one copy then does what takes two. None: they do not.
+    Or one [2 Hkv, B, P, D], if that is how kv/storage.py has laid them out: one copy then does what takes two.
     """
-    found = once(memo, ("joined", k_cache.data_ptr()), lambda: (_join(k_cache, v_cache),))
-    return found[0]
+    return once(memo, ("by head", k_cache.data_ptr()), lambda: _by_head(k_cache, v_cache))
 
 
-def _join(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor | None:
+def _by_head(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
     blocks, heads, page, head_dim = k_cache.shape
-    token = 2 * heads * head_dim
-    strides = (page * token, head_dim, token, 1)
-    apart = v_cache.data_ptr() - k_cache.data_ptr()
-    if k_cache.stride() != strides or v_cache.stride() != strides or 2 * apart != token * k_cache.element_size():
-        return None
-    return k_cache.as_strided((blocks, page, 2 * heads, head_dim), (page * token, token, head_dim, 1))
-
-
-def by_token(k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None = None) -> tuple[torch.Tensor, ...]:
-    """The caches as references read them: one tensor [B, P, 2 Hkv, D], or two [B, P, Hkv, D]."""
-    both = joined(k_cache, v_cache, memo)
-    return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if both is None else (both,)
+    k, v = k_cache.transpose(0, 1), v_cache.transpose(0, 1)
+    together = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    if together and k.is_contiguous() and v.is_contiguous() and v.storage_offset() == k.storage_offset() + k.numel():
+        return (k.as_strided((2 * heads, blocks, page, head_dim), k.stride()),)
+    return k, v
 
 
 def start_in_place(blocks: list[int], k_cache: torch.Tensor, v_cache: torch.Tensor) -> int | None:
@@ -147,8 +139,7 @@ def tokens_of(
     if start is not None:
         found = InPlace.of(k_cache, start + inside.start, inside.stop - inside.start)
         return found.view(k_cache), found.view(v_cache)
-    copies = (cache.index_select(0, blocks).view(1, -1, *cache.shape[2:]) for cache in by_token(k_cache, v_cache))
-    found = tuple(tokens[:, inside].transpose(1, 2) for tokens in copies)
+    found = tuple(cache.index_select(1, blocks).flatten(1, 2)[None, :, inside] for cache in by_head(k_cache, v_cache))
     return tuple(found[0].chunk(2, dim=1)) if len(found) == 1 else found
 
 
@@ -158,7 +149,7 @@ class Copied:
 
     Attributes:
         blocks: [N] ids.
-        copies: where they go, [N, P, 2 Hkv, D], or twice [N, P, Hkv, D]; as `by_token` has the caches.
+        copies: where they go, [2 Hkv, N, P, D], or twice [Hkv, N, P, D]; as `by_head` has the caches.
         sequences: k and v [1, Hkv, keys, D] of each, views of `copies` of exactly what its newest token sees.
     """
 
@@ -168,8 +159,8 @@ class Copied:
 
     def read(self, k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None) -> Pairs:
         """Copy the blocks of one layer; what an earlier layer's copies held is gone then."""
-        for cache, copy in zip(by_token(k_cache, v_cache, memo), self.copies, strict=True):
-            torch.index_select(cache, 0, self.blocks, out=copy)
+        for cache, copy in zip(by_head(k_cache, v_cache, memo), self.copies, strict=True):
+            torch.index_select(cache, 1, self.blocks, out=copy)
         return self.sequences
 
 
@@ -188,7 +179,7 @@ def layout(
 
     def copy_scattered() -> None:
         if scattered:
-            found.append(_copied(scattered, by_token(k_cache, v_cache)))
+            found.append(_copied(scattered, by_head(k_cache, v_cache)))
             scattered.clear()
 
     for table, length in zip(block_tables.unbind(), lengths, strict=True):
@@ -211,12 +202,12 @@ def layout(
 
 
 def _copied(sequences: list[tuple[torch.Tensor, slice]], caches: tuple[torch.Tensor, ...]) -> Copied:
-    """Room for the blocks of these sequences, and the part of it that each one sees. caches: of `by_token`."""
+    """Room for the blocks of these sequences, and the part of it that each one sees. caches: of `by_head`."""
     sizes = [len(blocks) for blocks, _ in sequences]
-    copies = tuple(cache.new_empty(sum(sizes), *cache.shape[1:]) for cache in caches)
-    pieces = [copy.split(sizes) for copy in copies]
+    copies = tuple(cache.new_empty(len(cache), sum(sizes), *cache.shape[2:]) for cache in caches)
+    pieces = [copy.split(sizes, dim=1) for copy in copies]
     views = []
     for number, (_, inside) in enumerate(sequences):
-        tokens = [piece[number].flatten(0, 1)[inside].transpose(0, 1)[None] for piece in pieces]
+        tokens = [piece[number].flatten(1, 2)[None, :, inside] for piece in pieces]
         views.append(tuple(tokens[0].chunk(2, dim=1)) if len(tokens) == 1 else tuple(tokens))
     return Copied(torch.cat([blocks for blocks, _ in sequences]), copies, views)

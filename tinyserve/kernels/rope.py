@@ -32,7 +32,6 @@ from .launch import (
     wait_inputs,
     wide,
 )
-from .pages import joined
 
 MATRIX_TOKENS = 16  # up to here the reference rotates by matrices
 
@@ -58,7 +57,8 @@ def qk_norm_rope_write_reference(
     turning = num_heads + num_kv_heads
     head_dim = k_cache.shape[3]
     heads = qkv.view(qkv.shape[0], turning + num_kv_heads, head_dim)
-    rotated = wide(heads[:, :turning])
+    rotated, v = heads.split_with_sizes((turning, num_kv_heads), 1)
+    rotated = wide(rotated)
     if q_weight is not None:
         q, k = rotated[:, :num_heads], rotated[:, num_heads:]
         norm = torch.nn.functional.rms_norm
@@ -74,19 +74,12 @@ def qk_norm_rope_write_reference(
         )
         turn = once(memo, ("turn", cos_sin.data_ptr(), head_dim, interleaved), make)
         rotated = torch.bmm(rotated, turn) if few else _rotate(rotated, *turn)
-    q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, turning:]
-    written = once(memo, ("written", slots_to_write.data_ptr()), lambda: _written(slots_to_write))
-    coded = isinstance(k_cache, CodedCache)
-    both = None if coded else joined(k_cache, v_cache, memo)
-    if coded:
-        slots, kept = written
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache.write(new if kept is None else new[kept], slots)
-    elif both is not None:
-        _write(both.view(-1, 2 * num_kv_heads, head_dim), torch.cat((k, v), dim=1), *written)
-    else:
-        _write_by_block(k_cache.transpose(1, 2), k, *written)
-        _write_by_block(v_cache.transpose(1, 2), v, *written)
+    q, k = rotated.split_with_sizes((num_heads, num_kv_heads), 1)
+    slots, kept = once(memo, ("written", slots_to_write.data_ptr()), lambda: _written(slots_to_write))
+    if kept is not None:
+        k, v = k[kept], v[kept]
+    _write(k_cache, k, slots)
+    _write(v_cache, v, slots)
     if cos_sin is None and q_weight is None:
         q = q.clone()  # it still shares the product's memory
     return (q if q.dtype == qkv.dtype else q.to(qkv.dtype)).contiguous()
@@ -129,16 +122,18 @@ def _written(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     return slots if kept is None else slots[kept], kept
 
 
-def _write(cache: torch.Tensor, new: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor | None) -> None:
-    """Put the `kept` rows of `new` [T, heads, D] into the cache [B P, heads, D]."""
-    new = new if kept is None else new[kept]
-    cache.index_copy_(0, slots, new if new.dtype == cache.dtype else new.to(cache.dtype))
-
-
-def _write_by_block(cache: torch.Tensor, new: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor | None) -> None:
-    """The same for a cache [B, P, heads, D] whose blocks and places cannot be seen as one dimension."""
-    new = new if kept is None else new[kept]
-    cache.index_put_((slots // cache.shape[1], slots % cache.shape[1]), new.to(cache.dtype))
+def _write(cache: torch.Tensor | CodedCache, new: torch.Tensor, slots: torch.Tensor) -> None:
+    """Put `new` [T, Hkv, D] into the slots [T] of a cache [B, Hkv, P, D]."""
+    if isinstance(cache, CodedCache):
+        cache.write(new, slots)
+        return
+    (blocks, heads, page, head_dim), strides = cache.shape, cache.stride()
+    new = new if new.dtype == cache.dtype else new.to(cache.dtype)
+    if strides[0] == page * strides[2]:  # blocks and places are one dimension
+        places = torch.as_strided(cache, (blocks * page, heads, head_dim), (strides[2], strides[1], strides[3]))
+        places.index_copy_(0, slots, new)
+    else:
+        cache.transpose(1, 2).index_put_((slots // page, slots % page), new)
 
 
 @triton.jit

@@ -2,9 +2,10 @@
 
     storage[j] = K [B, kv heads, block size, D],  V likewise       block 0 is the null block: never read as data
 
-That is the shape. In memory, the heads of a block follow each other on a device with kernels. On the CPU a token's keys
-and values follow each other, [B, block size, 2, kv heads, D] seen as two such tensors: a step is spent on copying whole
-blocks there, and one copy brings both. (Where layers of different shape share a pair, it is as on other devices.)
+That is the shape. In memory, the heads of a block follow each other on a device with kernels. On the CPU the blocks of
+a head do, [2, kv heads, B, block size, D] seen as two such tensors: what a head keeps of a sequence whose blocks follow
+each other is one piece, which a core reads a third faster than pieces of one token each. (Where layers of different
+shape share a pair, it is as on other devices.)
 
 A latent layer has a K only: its V is an empty tensor.
 
@@ -101,8 +102,8 @@ def allocate(
         if len(kinds) > 1 or widths[0] != widths[1] or use_kernel(torch.empty(0, device=device)):
             k, v = (_zeros((num_blocks, heads, block_size, dim if width else 0), dtype, device) for width in widths)
         else:
-            both = _zeros((num_blocks, block_size, 2, heads, dim), dtype, device)
-            k, v = (one.transpose(1, 2) for one in both.unbind(2))
+            both = _zeros((2, heads, num_blocks, block_size, dim), dtype, device)
+            k, v = (one.transpose(0, 1) for one in both)
         pairs.append((k, v))
     return pairs
 

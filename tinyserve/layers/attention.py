@@ -233,6 +233,6 @@ class Attention(Part):
         """The step as this layer sees it: cut at the borders of chunks, once for all layers of the KV group."""
         group, chunk = self.cache.group, self.scores.chunk
         if chunk is None:
-            return whole(batch, group)
+            return once(batch.memo, ("whole", group), lambda: whole(batch, group))
         block_size = self.cache.k.shape[2]
         return once(batch.memo, ("chunks", group), lambda: chunked(batch, group, chunk, block_size))

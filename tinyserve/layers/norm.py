@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..kernels.launch import use_kernel
 from ..kernels.layer_norm import add_layer_norm, layer_norm
-from ..kernels.norm import add_rms_norm, rms_norm
+from ..kernels.norm import add_rms_norm, rms_norm, scaled_weight
 from ..quant.format import Stored
 from .fold import Normed, Pending
 
@@ -38,11 +38,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
         self.weight = nn.Parameter(torch.empty(size, device="meta"), False)
+        self.scaled: Tensor | None = None
 
     @property
     def neutral(self) -> float:
         """The stored weight that multiplies by one; dummy weights scatter around it."""
         return 1.0 - self.offset
+
+    def settle(self) -> None:
+        """The weight is final: make of it what the reference would make in every call."""
+        self.scaled = None if use_kernel(self.weight) else scaled_weight(self.weight, self.offset)
 
     def shape(self, name: str, part: int) -> tuple[int, ...]:
         """Return the shape that the stored weight must have."""
@@ -62,15 +67,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""
-        return rms_norm(x, self.weight, self.eps, offset=self.offset)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, scaled=self.scaled)
 
     def add(self, x: Tensor, delta: Tensor | Pending | None) -> tuple[Tensor, Tensor]:
         """Return the stream x + delta, and its norm. delta: what the last block computed; None before the first."""
         if isinstance(delta, Pending):
             x, delta = (delta.onto(x), None) if x.shape[0] == 1 else (x, delta.parts())
         if delta is None:
-            return x, rms_norm(x, self.weight, self.eps, offset=self.offset)
-        return add_rms_norm(x, delta, self.weight, self.eps, offset=self.offset)
+            return x, self(x)
+        return add_rms_norm(x, delta, self.weight, self.eps, offset=self.offset, scaled=self.scaled)
 
     def fold(self, x: Tensor, delta: Tensor | Pending | None) -> tuple[Tensor, Tensor | Normed]:
         """As `add`, for a block that can take the norm into its products: on a GPU the norm comes as a Normed."""

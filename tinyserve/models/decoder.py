@@ -166,5 +166,7 @@ def settle(model: nn.Module) -> None:
     the CPU. A buffer that is replaced afterwards needs another call.
     """
     for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.settle()
         for parts in (module._modules, module._parameters, module._buffers):
             vars(module).update(parts)

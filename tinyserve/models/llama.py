@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layers.attention import Attention, Batch, Heads, Scores
 from ..layers.fold import Delta, narrowed
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
+from ..layers.part import Part
 from ..layers.rope import Rope
 from .config import HF, SLIDING, ModelConfig, activation, layer_kinds, rope_spec, windows
 from .decoder import Decoder
@@ -39,7 +40,7 @@ WEIGHTS = {
 }
 
 
-class Layer(nn.Module):
+class Layer(Part):
     """One block. Args: norm: makes a norm of the stream; attn, mlp: the two sub-blocks."""
 
     narrows = True  # as the last one it can leave out the tokens that nobody looks at

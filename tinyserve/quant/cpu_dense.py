@@ -15,6 +15,9 @@ from torch.nn import functional as F
 from .format import Fused, Stored
 
 
+_multiply = torch.ops.mkldnn._linear_pointwise.default if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
+
+
 def dense_dtype() -> torch.dtype:
     """bf16 where the processor multiplies it, else fp32 (emulated bf16 is slower than fp32)."""
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
@@ -22,17 +25,26 @@ def dense_dtype() -> torch.dtype:
 
 def pack(weight: Tensor) -> Tensor:
     """Return weight [N, K] in oneDNN's layout, or as it is where this torch cannot pack its dtype."""
-    if weight.dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if weight.dtype == torch.bfloat16 and _multiply is not None:
         return torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return weight
 
 
 def product(x: Tensor, packed: Tensor) -> Tensor:
     """Return x [T, K] times a packed weight, computed in the weight's dtype: [T, N] in x.dtype."""
-    inputs = x.to(packed.dtype)
+    inputs = cast(x, packed.dtype)
     if packed.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, None, "none", [], "").to(x.dtype)
-    return F.linear(inputs, packed).to(x.dtype)
+        return cast(_multiply(inputs, packed, None, "none", [], ""), x.dtype)
+    return cast(F.linear(inputs, packed), x.dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), by the way that costs least: for a few rows looking up what `to` means takes as long as the work."""
+    if x.dtype == dtype:
+        return x
+    if dtype == torch.bfloat16:
+        return x.bfloat16()
+    return x.float() if dtype == torch.float32 else x.to(dtype)
 
 
 class Dense:

@@ -7,7 +7,7 @@ and zero = m + 8 d. Codes are taken over as they stand, nothing is quantised aga
 to bf16 (0.04 % of perplexity on SmolLM2). torch's product wants inputs in bf16 (with fp32 it is a hundred times slower)
 and is good for a few rows only (quant/cpu.py has the times).
 
-Before: quant/format.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
+Before: quant/format.py, quant/cpu_dense.py.  After: quant/cpu.py chooses it, layers/linear.py calls it.
 
 Source of the block layout: the GGUF specification; block_q4_0 and block_q4_1 of ggml.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cpu_dense import cast
 from .format import Fused, Stored
 
 GROUP = 32
@@ -70,6 +71,6 @@ class Int4:
 
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype; the product is computed from bf16."""
-        half = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
-        y = torch._weight_int4pack_mm_for_cpu(half, layer.nibbles, GROUP, layer.scales).to(x.dtype)
+        half = cast(x, torch.bfloat16).contiguous()
+        y = cast(torch._weight_int4pack_mm_for_cpu(half, layer.nibbles, GROUP, layer.scales), x.dtype)
         return y if layer.bias is None else y.add_(layer.bias)
