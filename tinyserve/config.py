@@ -307,13 +307,13 @@ def hub_offline() -> bool:
 def prepare_cpu_environment(cpu_threads: int | None = None) -> None:
     """Set what CPU maths reads once, when torch is first imported; what the user has set stays, but a flag goes first.
 
-    Passive waiting: idle OpenMP threads would otherwise burn the core that serves HTTP. They sleep after some 20 us of
-    spinning: about as long as the loop of a layer takes from one product to the next, while waking a sleeper takes
-    twice that. Huge pages: weights are read once per step, front to back. One core is left to the event loop where
-    there are at least two.
+    Passive waiting: idle OpenMP threads would otherwise burn the core that serves HTTP. They sleep after some 100 us of
+    spinning: longer than the loop of a layer takes from one product to the next, so that a decode step wakes nobody.
+    Huge pages: weights are read once per step, front to back. One core is left to the event loop where there are at
+    least two.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time; threads only warn after a fork
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if cpu_threads is not None:

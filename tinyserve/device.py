@@ -11,7 +11,9 @@ Before: errors.py.  After: kernels/launch.py (block sizes by device), runner/mem
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,10 @@ import torch
 from attrs import field, frozen
 
 from .errors import ConfigError
+
+HUGE_PAGE = 2 << 20  # bytes
+MADV_COLLAPSE = 25  # of Linux, from 6.1 on: make these pages a huge one now
+FIELDS = ("Anonymous", "AnonHugePages")  # of /proc/self/smaps: bytes that a piece of memory holds, in pages of any size
 
 Result = TypeVar("Result")
 
@@ -121,6 +127,16 @@ class Device:
             self._api.synchronize(self.index)
             self._api.empty_cache()
 
+    def settle(self) -> None:
+        """All weights are loaded: let what this process holds lie in huge pages, where that is for the CPU to care.
+
+        torch asks for them for large tensors only. The weights of a small model are thousands of small ones, and
+        libraries pack theirs into memory of their own; a core reads both a quarter faster from huge pages.
+        """
+        if self.is_cpu:
+            with contextlib.suppress(OSError, AttributeError):  # not Linux
+                _use_huge_pages(Path("/proc/self/smaps").read_text())
+
     def event(self) -> Any:
         """An event whose `synchronize` sleeps (not spins) and lets other Python threads run."""
         return self._api.Event(blocking=True) if self.kind == "cuda" else self._api.Event() if self._api else _Nothing()
@@ -200,6 +216,22 @@ def _host_memory() -> Memory:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         total, free = min(total, limit), min(free, max(limit - used, 0))
     return Memory(free, total)
+
+
+def _use_huge_pages(maps: str) -> None:
+    """Ask for huge pages wherever small ones fill most of a piece of memory; what the system refuses stays as it is.
+
+    Args: maps: as Linux describes the process's memory in /proc/self/smaps.
+    """
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for piece in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", maps, flags=re.MULTILINE)[1:]:
+        start, end, mode, inode = re.match(r"(\w+)-(\w+) (\S+) \S+ \S+ (\d+)", piece).groups()
+        start, end = int(start, 16), int(end, 16)
+        held, huge = (int(re.search(rf"^{name}: +(\d+) kB", piece, re.MULTILINE)[1]) << 10 for name in FIELDS)
+        if mode == "rw-p" and inode == "0" and held - huge > max(HUGE_PAGE, (end - start) // 2):
+            for place in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
+                advise(place, HUGE_PAGE, MADV_COLLAPSE)
 
 
 class _Borrowed:

@@ -138,6 +138,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             progress=progress,
         )
         _choose_products(model, device, config.runner.batch_invariant)
+        device.settle()
     return Parts(
         model=model,
         tokenizer=tokenizer,

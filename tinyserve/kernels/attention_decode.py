@@ -76,11 +76,12 @@ def attention_decode_reference(
     Nothing is padded or masked: its result depends neither on its neighbours nor on what else lies in its last block.
     """
     heads, _, head_dim = k_cache.shape[1:]
-    grouped = q.view(q.shape[0], heads, q.shape[1] // heads, head_dim)
+    count = q.shape[0]
+    grouped = q.view(count, heads, q.shape[1] // heads, head_dim)
     sinks, slopes = (None if one is None else one.view(heads, -1, 1) for one in (sinks, alibi_slopes))
     kept = raw(k_cache)
-    key = ("layout", block_tables.data_ptr(), q.shape[0], kept.shape, kept.stride(), kept.dtype, window)
-    each = grouped.split_with_sizes([1] * len(q)) if len(q) > 1 else (grouped,)
+    key = ("layout", block_tables.data_ptr(), count, kept.shape, kept.stride(), kept.dtype, window)
+    each = grouped.split_with_sizes([1] * count) if count > 1 else (grouped,)
     results = []
     for some in once(memo, key, lambda: layout(block_tables, seq_lens.tolist(), k_cache, v_cache, window)):
         for k, v in some.read(k_cache, v_cache, memo):
@@ -92,7 +93,7 @@ def attention_decode_reference(
                 k, v = k.to(q.dtype), v.to(q.dtype)
             bias = None if slopes is None else slopes.float() * torch.arange(1 - k.shape[2], 1, device=q.device)
             results.append(attend(one, k, v, visible=None, scale=scale, softcap=softcap, sinks=sinks, bias=bias))
-    if out is None and len(results) == 1:
+    if out is None and count == 1:
         return results[0].view(q.shape)
     result = torch.cat(results).view(q.shape) if results else torch.empty_like(q)
     return result if out is None else out.copy_(result)

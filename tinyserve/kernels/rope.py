@@ -66,7 +66,7 @@ def qk_norm_rope_write_reference(
         k = norm(k, k_weight.shape, k_weight.float() + weight_offset, eps)
         rotated = torch.cat((q, k), dim=1)
     if cos_sin is not None:
-        few = memo is not None and len(positions) <= MATRIX_TOKENS
+        few = memo is not None and qkv.shape[0] <= MATRIX_TOKENS
         make = (
             (lambda: _matrices(cos_sin, positions, interleaved, head_dim))
             if few
@@ -278,11 +278,14 @@ def qk_norm_rope_write(
     Raises:
         ValueError: shapes or types that do not fit.
     """
+    if not use_kernel(qkv):
+        return qk_norm_rope_write_reference(
+            qkv, positions, cos_sin, k_cache, v_cache, slots_to_write, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            q_weight=q_weight, k_weight=k_weight, eps=eps, weight_offset=weight_offset, interleaved=interleaved,
+            memo=memo,
+        )  # fmt: skip
     tensors = (qkv, positions, cos_sin, k_cache, v_cache, slots_to_write)
     norm = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "weight_offset": weight_offset}
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    if not use_kernel(qkv):
-        return qk_norm_rope_write_reference(*tensors, **heads, **norm, interleaved=interleaved, memo=memo)
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     check_rows("qk_norm_rope_write: qkv", qkv, (num_heads + 2 * num_kv_heads) * head_dim)
     _check_caches(raw(k_cache), raw(v_cache), num_kv_heads)

@@ -80,7 +80,9 @@ class RMSNorm(nn.Module):
     def fold(self, x: Tensor, delta: Tensor | Pending | None) -> tuple[Tensor, Tensor | Normed]:
         """As `add`, for a block that can take the norm into its products: on a GPU the norm comes as a Normed."""
         if not use_kernel(x):
-            return self.add(x, delta)
+            if delta is None:
+                return x, self(x)
+            return add_rms_norm(x, delta, self.weight, self.eps, offset=self.offset, scaled=self.scaled)
         if x.shape[0] == 1 and not isinstance(delta, Tensor):
             x = x if delta is None else delta.onto(x)
             return x, Normed(x, self.weight, self.eps, self.offset)

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from .format import Fused, Stored
 
-
 _multiply = torch.ops.mkldnn._linear_pointwise.default if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
 
 
