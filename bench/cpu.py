@@ -2,6 +2,9 @@
 
     python bench/cpu.py                              all engines that are installed, one thread and two
     python bench/cpu.py --engines tinyserve,transformers-bf16 --threads 1
+    python bench/cpu.py --engines tinyserve,llama.cpp,floor --threads 1 --decode   only decode, in a quarter of the time
+
+"floor" is no engine: the operators of torch's that a decode step cannot do without (cpu_floor.py).
 
 Each engine runs in a process of its own, one after the other, on the same token ids. Two figures are taken of all:
 wall time, and the CPU time of the whole process. With one thread, CPU time is the one to compare on a machine that is
@@ -31,7 +34,9 @@ ENGINES = {  # name -> package that it needs
     "transformers-fp32": "transformers",
     "llama.cpp": "llama_cpp",
     "vllm": "vllm",
+    "floor": "torch",
 }
+DECODE_ONLY = ("floor",)
 
 
 def weights() -> Path:
@@ -170,6 +175,10 @@ class Vllm:
 def start(name: str, threads: int):
     """The engine called `name`, loaded."""
     kind, _, dtype = name.partition("-")
+    if kind == "floor":
+        from cpu_floor import Floor
+
+        return Floor(weights(), threads)
     if kind == "tinyserve":
         return Tinyserve("float32" if dtype else "auto", threads)
     if kind == "transformers":
@@ -177,7 +186,7 @@ def start(name: str, threads: int):
     return {"llama.cpp": LlamaCpp, "vllm": Vllm}[kind](threads)
 
 
-def best(run, repeats: int = 3) -> tuple[float, float]:
+def best(run, repeats: int) -> tuple[float, float]:
     """(wall, CPU) seconds of the quickest of some runs, each by itself."""
     times = []
     for _ in range(repeats):
@@ -187,33 +196,40 @@ def best(run, repeats: int = 3) -> tuple[float, float]:
     return min(wall for wall, _ in times), min(cpu for _, cpu in times)
 
 
-def measure(name: str, threads: int) -> dict:
+def measure(name: str, threads: int, batches: list[int], repeats: int, decode_only: bool) -> dict:
     """Everything about one engine in this process."""
-    if name.startswith("tinyserve"):
+    if name.startswith("tinyserve") or name == "floor":
         from tinyserve.config import prepare_cpu_environment
 
         prepare_cpu_environment(threads)  # the others wait for their threads as they do by default
     ids = tokens()
     engine = start(name, threads)
     result = {"engine": name, "threads": threads}
-    for batch in BATCHES:
+    for batch in batches:
         prompts = [ids[50 * i : 50 * i + PROMPT] for i in range(batch)]
         engine.generate(prompts, 4)
-        first = best(lambda prompts=prompts: engine.generate(prompts, 1))
-        all_ = best(lambda prompts=prompts: engine.generate(prompts, 1 + DECODE))
+        first = best(lambda prompts=prompts: engine.generate(prompts, 1), repeats)
+        all_ = best(lambda prompts=prompts: engine.generate(prompts, 1 + DECODE), repeats)
         for kind, one, many in zip(("wall", "cpu"), first, all_, strict=True):
             result[f"decode_b{batch}_{kind}"] = batch * DECODE / (many - one)
-    for label, length in (("prefill", PREFILL), ("chat", CHAT)):
-        wall, cpu = best(lambda length=length: engine.generate([ids[:length]], 1))
-        result |= {f"{label}_wall_s": wall, f"{label}_cpu_s": cpu}
-    result |= {f"prefill_{kind}": PREFILL / result[f"prefill_{kind}_s"] for kind in ("wall", "cpu")}
-    if isinstance(engine, Tinyserve) and threads == 1:
-        result["perplexity"] = engine.perplexity(ids)
-        if name == "tinyserve":
-            result["perplexity_few_rows"] = engine.perplexity(ids, step=4)
+    if not decode_only and name not in DECODE_ONLY:
+        result |= prompts_of(engine, ids, repeats)
+        if isinstance(engine, Tinyserve) and threads == 1:
+            result["perplexity"] = engine.perplexity(ids)
+            if name == "tinyserve":
+                result["perplexity_few_rows"] = engine.perplexity(ids, step=4)
     if isinstance(engine, Tinyserve):
         engine.llm.close()
     return result
+
+
+def prompts_of(engine, ids: list[int], repeats: int) -> dict:
+    """How long one long prompt and one of a chat take to the first token."""
+    result = {}
+    for label, length in (("prefill", PREFILL), ("chat", CHAT)):
+        wall, cpu = best(lambda length=length: engine.generate([ids[:length]], 1), repeats)
+        result |= {f"{label}_wall_s": wall, f"{label}_cpu_s": cpu}
+    return result | {f"prefill_{kind}": PREFILL / result[f"prefill_{kind}_s"] for kind in ("wall", "cpu")}
 
 
 def table(results: list[dict]) -> str:
@@ -227,7 +243,8 @@ def table(results: list[dict]) -> str:
         speeds = [row.get(f"{key}_{kind}") for key in ("decode_b1", "decode_b8", "prefill")]
         cells = ["-" if speed is None else f"{speed:.0f}" for speed in speeds]
         shown = [f"{row[key]:.3f}" for key in ("perplexity", "perplexity_few_rows") if key in row]
-        cells += [f"{row[f'chat_{kind}_s']:.3f}", " / ".join(shown) or "-"]
+        first = row.get(f"chat_{kind}_s")
+        cells += ["-" if first is None else f"{first:.3f}", " / ".join(shown) or "-"]
         lines.append(f"| {row['engine']} | {row['threads']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -257,20 +274,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--repeats", type=int, default=3, help="the quickest of so many runs counts")
+    parser.add_argument("--decode", action="store_true", help="only decode")
     parser.add_argument("--one", action="store_true", help="measure in this process and print JSON")
     parser.add_argument("--out", default=HERE / "results" / f"cpu-{datetime.date.today().isoformat()}.json")
     args = parser.parse_args()
     names, counts = args.engines.split(","), [int(count) for count in args.threads.split(",")]
     if args.one:
-        print(json.dumps(measure(names[0], counts[0])))
+        batches = [int(batch) for batch in args.batches.split(",")]
+        print(json.dumps(measure(names[0], counts[0], batches, args.repeats, args.decode)))
         return
+    passed_on = ["--batches", args.batches, "--repeats", str(args.repeats), *["--decode"] * args.decode]
     results = []
     for threads in counts:
         for name in names:
             if importlib.util.find_spec(ENGINES[name]) is None:
                 print(f"{name}: not installed", file=sys.stderr)
                 continue
-            command = [sys.executable, __file__, "--one", "--engines", name, "--threads", str(threads)]
+            command = [sys.executable, __file__, "--one", "--engines", name, "--threads", str(threads), *passed_on]
             environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": str(threads)}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
