@@ -43,9 +43,14 @@ def rms_norm_reference(
     scaled = scaled_weight(weight, offset) if scaled is None else scaled
     number = wide(x)
     # Fewer and cheaper operations than torch's own rms_norm makes of it, which counts when T is small.
-    length = torch.linalg.vector_norm(number, dim=-1, keepdim=True)
-    normed = (number * scaled).div_(length.hypot_(_scalar((eps * x.shape[-1]) ** 0.5, x.device)))
+    normed = (number * scaled).div_(length_of(number, eps))
     return normed if normed.dtype == x.dtype else normed.to(x.dtype)
+
+
+def length_of(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """sqrt(sum(x²) + H eps) of each row of x [T, H] float32: [T, 1]."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.hypot_(_scalar((eps * x.shape[-1]) ** 0.5, x.device))
 
 
 def scaled_weight(weight: torch.Tensor, offset: float) -> torch.Tensor:

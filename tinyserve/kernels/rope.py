@@ -68,7 +68,7 @@ def qk_norm_rope_write_reference(
     if cos_sin is not None:
         few = memo is not None and qkv.shape[0] <= MATRIX_TOKENS
         make = (
-            (lambda: _matrices(cos_sin, positions, interleaved, head_dim))
+            (lambda: rotation_matrices(cos_sin, positions, interleaved, head_dim))
             if few
             else (lambda: _angles(cos_sin, positions, interleaved))
         )
@@ -97,7 +97,7 @@ def _angles(
     return torch.stack((cos, cos), dim=pair), torch.stack((-sin, sin), dim=pair), pair
 
 
-def _matrices(cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool, head_dim: int) -> torch.Tensor:
+def rotation_matrices(cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool, head_dim: int) -> torch.Tensor:
     """The rotation of each token as a matrix, [T, D, D]: unit vectors, rotated.
 
     One product by it takes the place of three operations, which is what a step of few tokens consists of on the CPU.

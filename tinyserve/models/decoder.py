@@ -166,7 +166,8 @@ def settle(model: nn.Module) -> None:
     the CPU. A buffer that is replaced afterwards needs another call.
     """
     for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.settle()
         for parts in (module._modules, module._parameters, module._buffers):
             vars(module).update(parts)
+    for module in model.modules():
+        if hasattr(module, "settle"):
+            module.settle()

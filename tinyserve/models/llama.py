@@ -15,6 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from ..layers.attention import Attention, Batch, Heads, Scores
+from ..layers.few import FewRows
 from ..layers.fold import Delta, narrowed
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
@@ -51,9 +52,16 @@ class Layer(Part):
         self.attn = attn
         self.mlp_norm = norm(hidden)
         self.mlp = mlp
+        self.few: FewRows | None = None
+
+    def settle(self) -> None:
+        """Weights are loaded and the cache is bound."""
+        self.few = FewRows.of((self.attn_norm, self.mlp_norm), self.attn, self.mlp)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rows: Tensor | None = None) -> tuple[Tensor, Delta]:
         """x: [T, H] stream; delta: [T, H] output of the last block, not added yet.   rows: see Decoder.forward."""
+        if rows is None and self.few is not None and (plan := self.few.plan(x, batch)) is not None:
+            return self.few(plan, x, delta)
         x, h = self.attn_norm.fold(x, delta)
         x, h = self.mlp_norm.fold(*narrowed(x, self.attn(h, batch), rows))
         return x, self.mlp(h)

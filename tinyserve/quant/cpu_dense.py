@@ -32,9 +32,8 @@ def pack(weight: Tensor) -> Tensor:
 def product(x: Tensor, packed: Tensor) -> Tensor:
     """Return x [T, K] times a packed weight, computed in the weight's dtype: [T, N] in x.dtype."""
     inputs = cast(x, packed.dtype)
-    if packed.is_mkldnn:
-        return cast(_multiply(inputs, packed, None, "none", [], ""), x.dtype)
-    return cast(F.linear(inputs, packed), x.dtype)
+    y = _multiply(inputs, packed, None, "none", [], "") if packed.is_mkldnn else F.linear(inputs, packed)
+    return cast(y, x.dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,3 +66,8 @@ class Dense:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype, computed in the weight's type."""
         y = product(x, layer.dense)
         return y if layer.bias is None else y.add_(layer.bias)
+
+    @staticmethod
+    def multiply(half: Tensor, layer: Fused) -> Tensor:
+        """The product alone, of a packed weight: bf16 [T, inputs] to bf16 [T, outputs]."""
+        return _multiply(half, layer.dense, None, "none", [], "")

@@ -72,5 +72,10 @@ class Int4:
     def matmul(self, x: Tensor, layer: Fused) -> Tensor:
         """Return x [T, inputs] @ weight.T + bias: [T, outputs] in x.dtype; the product is computed from bf16."""
         half = cast(x, torch.bfloat16).contiguous()
-        y = cast(torch._weight_int4pack_mm_for_cpu(half, layer.nibbles, GROUP, layer.scales), x.dtype)
+        y = cast(self.multiply(half, layer), x.dtype)
         return y if layer.bias is None else y.add_(layer.bias)
+
+    @staticmethod
+    def multiply(half: Tensor, layer: Fused) -> Tensor:
+        """The product alone: bf16 [T, inputs], contiguous, to bf16 [T, outputs]."""
+        return torch._weight_int4pack_mm_for_cpu(half, layer.nibbles, GROUP, layer.scales)
