@@ -34,7 +34,10 @@ def keep_tokens_reference(
     """The specification of `keep_tokens`, with its arguments."""
     S, ring = len(tokens), len(home)
     some = kept > 0
-    table[slots[some], places[some]] = tokens[some]
+    if some.all():
+        table.index_put_((slots, places), tokens)
+    else:
+        table[slots[some], places[some]] = tokens[some]
     slot = home[(int(turn) - late) % ring]
     slot[:S] = tokens
     slot[S : 2 * S] = bad

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from ..kernels.coded import CodedCache
 from ..kernels.launch import once, use_kernel
 from ..kernels.norm import length_of
-from ..kernels.pages import InPlace, layout
+from ..kernels.pages import InPlace, by_head, layout
 from ..kernels.rope import MATRIX_TOKENS, rotation_matrices
 from ..quant.cpu import ByRows
 from ..quant.cpu_dense import Dense
@@ -44,7 +44,7 @@ class FewRows:
         self.products = (attn.qkv, attn.out, mlp.gate_up, mlp.down)
         self.formats = tuple(linear.format for linear in self.products)
         self.most = self.formats[0].most
-        self.places = tuple(_places(cache) for cache in (attn.cache.k, attn.cache.v))
+        self.places = _places(attn.cache.k, attn.cache.v)
 
     @classmethod
     def of(cls, norms: tuple[Any, Any], attn: Any, mlp: Any) -> FewRows | None:
@@ -57,7 +57,7 @@ class FewRows:
         caches = (attn.cache.k, attn.cache.v)
         if any(part is not None for part in unusual) or any(isinstance(cache, CodedCache) for cache in caches):
             return None
-        if use_kernel(caches[0]) or caches[0].dtype != torch.float32 or not all(_in_place(cache) for cache in caches):
+        if use_kernel(caches[0]) or caches[0].dtype != torch.float32 or len(by_head(*caches)) > 1:
             return None
         products = (attn.qkv, attn.out, mlp.gate_up, mlp.down)
         return cls(norms, attn, mlp) if all(_is_known(linear) for linear in products) else None
@@ -82,10 +82,9 @@ class FewRows:
             x = x + delta
         torch.div(x * first.scaled, length_of(x, first.eps), out=half)
         plan.qkv.copy_(multiply(half, qkv))
-        q, k = torch.bmm(plan.turning, plan.turn).split_with_sizes(plan.sizes, 1)
-        self.places[0].index_copy_(0, plan.slots, k)
-        self.places[1].index_copy_(0, plan.slots, plan.v)
-        mixed = plan.attend(q, self.attn.cache.k, self.attn.cache.v, self.attn.scale)
+        plan.turning.copy_(torch.bmm(plan.turning, plan.turn))
+        self.places.index_copy_(0, plan.slots, plan.kept)
+        mixed = plan.attend(self.attn.cache.k, self.attn.cache.v, self.attn.scale)
         x = x + multiply(mixed.bfloat16(), out)
         torch.div(x * second.scaled, length_of(x, second.eps), out=half)
         gate, up = multiply(half, gate_up).float().chunk(2, -1)
@@ -96,47 +95,37 @@ class _Plan:
     """Buffers of a step, its rotation, and where its sequences lie in every layer of a KV group.
 
     Attributes:
-        half: [T, H] bf16, what products read.   qkv: [T, (Hq + 2 Hkv) D] fp32; turning, v: parts of it by heads.
+        half: [T, H] bf16, what products read.   qkv: [T, (Hq + 2 Hkv) D] fp32; by heads: turning, [T, Hq + Hkv, D];
+        kept, [T, 2 Hkv, D], new keys and values; queries, [1, Hkv, Hq / Hkv, D] of each sequence.
         turn: [T, D, D].   slots: [T], where keys and values go.   in_place: whether all of it can be used.
     """
 
     def __init__(self, attn: Attention, x: Tensor, batch: Batch) -> None:
         cache, heads, rows = attn.cache, attn.heads, x.shape[0]
-        self.sizes = (heads.queries, heads.kv)
-        self.shape = (heads.kv, heads.queries // heads.kv, heads.dim)
         self.half = torch.empty(x.shape, dtype=torch.bfloat16)
         self.qkv = torch.empty(rows, (heads.queries + 2 * heads.kv) * heads.dim)
-        by_head = self.qkv.unflatten(1, (-1, heads.dim))
-        self.turning, self.v = by_head.split_with_sizes((heads.queries + heads.kv, heads.kv), 1)
+        by_heads = self.qkv.unflatten(1, (-1, heads.dim))
+        self.turning, self.kept = by_heads[:, : heads.queries + heads.kv], by_heads[:, heads.queries :]
+        self.queries = by_heads[:, : heads.queries].unflatten(1, (heads.kv, -1)).split(1)
         self.turn = rotation_matrices(attn.rope.cos_sin, batch.positions, attn.rope.interleaved, heads.dim)
         self.slots = batch.slots_to_write[cache.group]
         lengths, table = batch.seq_lens.tolist(), batch.block_tables[cache.group]
         self.sequences = layout(table, lengths, cache.k, cache.v, attn.scores.window or 0)
         self.in_place = min(lengths) > 0 and all(isinstance(one, InPlace) for one in self.sequences)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """[T, Hq, D] -> [T, Hq D]"""
-        rows = q.shape[0]
-        q = q.view(rows, *self.shape)
-        if rows == 1:
-            only = self.sequences[0]
-            return scaled_dot_product_attention(q, only.view(k), only.view(v), scale=scale).view(1, -1)
+    def attend(self, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """[T, Hq D]"""
         mixed = [
-            scaled_dot_product_attention(one, sequence.view(k), sequence.view(v), scale=scale)
-            for one, sequence in zip(q.split(1), self.sequences, strict=True)
+            scaled_dot_product_attention(q, sequence.view(k), sequence.view(v), scale=scale)
+            for q, sequence in zip(self.queries, self.sequences, strict=True)
         ]
-        return torch.cat(mixed).view(rows, -1)
+        return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).view(len(mixed), -1)
 
 
-def _in_place(cache: Tensor) -> bool:
-    """Whether blocks and places of a cache [B, Hkv, P, D] are one dimension."""
-    return cache.stride(0) == cache.shape[2] * cache.stride(2)
-
-
-def _places(cache: Tensor) -> Tensor:
-    """Such a cache as [B P, Hkv, D]."""
-    (blocks, heads, page, dim), (_, head, place, one) = cache.shape, cache.stride()
-    return cache.as_strided((blocks * page, heads, dim), (place, head, one))
+def _places(k: Tensor, v: Tensor) -> Tensor:
+    """Both caches [B, Hkv, P, D] as one of places, [B P, 2 Hkv, D]."""
+    (both,) = by_head(k, v)
+    return both.flatten(1, 2).transpose(0, 1)
 
 
 def _is_known(linear: Linear) -> bool:
