@@ -1,9 +1,9 @@
 """The masks of a step: one row of bits for each constrained sequence, computed while the forward runs.
 
 The tokens of step k come home while the forward of k+1 runs; then its masks are computed, in 0.6 ms for 64 rows of
-usual grammars. The loop does it, and launches the choice: threads of Python hand the interpreter over at every launch of
-a kernel, and what several cores compute of a row is in none of their caches (2, 4 and 8 threads of the library took 0.9,
-1.2 and 1.3 ms). Grammars that take longer have a thread, and the library's, so that the loop serves others meanwhile.
+usual grammars. The loop does it, and launches the choice: threads of Python hand the interpreter over at every launch
+of a kernel, and what several cores compute of a row is in none of their caches (2, 4 and 8 threads of the library took
+0.9, 1.2 and 1.3 ms). Grammars that take longer have a thread, and the library's, so that the loop serves others.
 
 Before: matcher.py.  After: engine/engine.py (starts them), runner/runner.py (takes them when it samples).
 """
@@ -20,8 +20,9 @@ from llguidance import LLExecutor
 from .compile import Threads
 from .matcher import Matcher
 
-LOOP_SECONDS = 2e-3  # masks of a step that take longer are computed in the thread
-ASIDE = 15  # steps, until it is tried again whether they take less
+LOOP_SECONDS = 4e-3  # masks of a step that take longer are computed in the thread
+ASIDE = 15  # steps, or more if they took many times as long, until it is tried again whether they take less
+MOST_ASIDE = 1000
 SLOW_SECONDS = 0.03  # masks of a step that take longer are watched
 WATCHED = 16  # steps, in which each row is computed alone, and its time is its own
 
@@ -103,12 +104,16 @@ class MaskPool:
 
     def _begin(self, matchers: Sequence[Matcher], waited: bool) -> Future[np.ndarray]:
         if not waited or self._aside or self._watched:
-            return self._thread.submit(self._compute, matchers, True)
+            return self._thread.submit(self._compute, matchers)
         done: Future[np.ndarray] = Future()
         try:
-            done.set_result(self._compute(matchers, False))
+            bits, count = self._some(matchers)
         except Exception as error:
             done.set_exception(error)
+            return done
+        if count < len(matchers):
+            return self._thread.submit(self._compute, matchers, bits, count)
+        done.set_result(bits)
         return done
 
     def _buffer(self, rows: int, width: int) -> np.ndarray:
@@ -118,35 +123,54 @@ class MaskPool:
         self._buffers.reverse()
         return self._buffers[0][:rows]
 
-    def _compute(self, matchers: Sequence[Matcher], many: bool) -> np.ndarray:
-        """many: with all threads of the library."""
+    def _some(self, matchers: Sequence[Matcher]) -> tuple[np.ndarray, int]:
+        """Compute masks here, one after the other, for LOOP_SECONDS. Returns: all of them, and how many are there."""
+        start = now = time.perf_counter()
+        bits, count = self._buffer(len(matchers), matchers[0].width), 0
+        where, size = bits.ctypes.data, bits.shape[1] * 4
+        for row, matcher in zip(bits, matchers, strict=True):
+            if (library := matcher.compiled()) is not None:
+                library.unsafe_compute_mask_ptr(where + count * size, size)
+            _finish(matcher, row)
+            count += 1
+            now = time.perf_counter()
+            if now - start > LOOP_SECONDS:
+                self._aside = min(int(ASIDE * (now - start) / LOOP_SECONDS), MOST_ASIDE)
+                break
+        self.seconds += now - start
+        self.rows += count
+        return bits, count
+
+    def _compute(self, matchers: Sequence[Matcher], bits: np.ndarray | None = None, done: int = 0) -> np.ndarray:
+        """Compute masks with all threads of the library; the first `done` of `bits` are there."""
         start = time.perf_counter()
-        bits = self._buffer(len(matchers), matchers[0].width)
+        if bits is None:
+            bits = self._buffer(len(matchers), matchers[0].width)
+        rows, size = list(enumerate(matchers))[done:], bits.shape[1] * 4
         if self._watched:
             self._watched -= 1
-            for row, each in zip(bits, matchers, strict=True):
+            for row, each in rows:
                 begin = time.thread_time()
                 if (library := each.compiled()) is not None:
-                    library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                    library.unsafe_compute_mask_ptr(bits[row].ctypes.data, size)
                 each.spend(time.thread_time() - begin)
         else:
-            asked = [(library, row) for row, each in enumerate(matchers) if (library := each.compiled()) is not None]
-            where, size = bits.ctypes.data, bits.shape[1] * 4
-            if many and asked:
+            asked = [(library, row) for row, each in rows if (library := each.compiled()) is not None]
+            if asked:
                 self._executor = self._executor or LLExecutor()
-                self._executor.unsafe_compute_mask_ptr(asked, where, size, len(bits))
-            else:
-                for library, row in asked:
-                    library.unsafe_compute_mask_ptr(where + row * size, size)
+                self._executor.unsafe_compute_mask_ptr(asked, bits.ctypes.data, size, len(bits))
             if time.perf_counter() - start > SLOW_SECONDS:
                 self._watched = WATCHED
-        for row, matcher in zip(bits, matchers, strict=True):
-            try:
-                matcher.finish(row)
-            except Exception as error:  # one answer's, not the step's
-                matcher.error, row[:] = error, -1
-        taken = time.perf_counter() - start
-        self._aside = ASIDE if taken > LOOP_SECONDS and not self._aside else max(self._aside - 1, 0)
-        self.seconds += taken
-        self.rows += len(matchers)
+        for row, matcher in rows:
+            _finish(matcher, bits[row])
+        self._aside = max(self._aside - (not done), 0)
+        self.seconds += time.perf_counter() - start
+        self.rows += len(rows)
         return bits
+
+
+def _finish(matcher: Matcher, row: np.ndarray) -> None:
+    try:
+        matcher.finish(row)
+    except Exception as error:  # one answer's, not the step's
+        matcher.error, row[:] = error, -1
