@@ -12,7 +12,6 @@ from tinyserve.kernels.skinny_gemm import skinny_gemm_reference
 # bits, width, whether a number is added after the scale, outer scales
 LAYOUTS = {
     "Q6_K": (6, 16, False, 1),
-    "Q5_0": (5, 32, False, 0),
     "Q5_K": (5, 32, True, 0),
     "Q3_K": (3, 16, False, 0),
     "Q2_K": (2, 16, True, 2),
@@ -73,7 +72,7 @@ def test_numbers(device, dtype, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("tokens", [1, 70])
 def test_products(device, dtype, name, tokens):
     """37 rows and 160 columns end within a strip and a step; at 70 tokens a second tile is there."""
     weight, dense = weight_of(name, 37, 160, device=device)
