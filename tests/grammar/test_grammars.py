@@ -143,6 +143,13 @@ def test_a_grammar_that_leads_back_to_itself_is_told_so(endless):
         GRAMMARS.compiled(StructuredOutputsParams(**endless).constraint()).result(20)
 
 
+def test_an_error_shows_nothing_of_the_grammar_made_for_it():
+    """It went on with "2 | start: part_4 3 | FREE: ...", which nobody had sent."""
+    for wrong, told in (({"json": {"type": "nope"}}, "Invalid type: nope$"), ({"regex": "["}, "character class$")):
+        with pytest.raises(RequestError, match=told):
+            GRAMMARS.compiled(StructuredOutputsParams(**wrong).constraint()).result(20)
+
+
 def test_the_cache_is_bounded_in_bytes(monkeypatch):
     """A grammar of some megabytes makes older ones leave."""
     monkeypatch.setattr(compile, "CACHED_BYTES", 4 * 2**20)

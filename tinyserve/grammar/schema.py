@@ -52,12 +52,13 @@ def grammar_text(constraint: Constraint, special: Mapping[str, int]) -> str:
         raise RequestError(f"{constraint.param}: {first_line(error)}", param=constraint.param) from error
 
 
+_EXCERPT = re.compile(r"\n +\d+ \| ")
 ENDLESS = "no text satisfies it: a rule or $ref leads back to itself, or it contradicts itself."
 
 
 def first_line(error: Any) -> str:
-    """The beginning of what the library says; it prints its whole state."""
-    text = " ".join(str(error).split("<state>")[0].split())[:300]
+    """The beginning of what the library says; it prints the grammar made for it, and its whole state."""
+    text = " ".join(_EXCERPT.split(str(error).split("<state>")[0])[0].split())[:300]
     return ENDLESS if text == "NoExtensionBias" else text
 
 
