@@ -18,7 +18,9 @@ from torch import Tensor
 
 from .codes import Codes, Scheme, fitting_scales
 
-DAMPING = 0.01  # of H's mean diagonal, added to it
+# Of H's mean diagonal, added to it. GPTQ's 0.01 is for 260,000 tokens: after 4000 of another kind of text, products of
+# SmolLM2 were wrong by 0.083 (some more than by rounding to the nearest, whose mean is 0.092), with 0.5 by 0.073.
+DAMPING = 0.5
 
 
 def compensated(weight: Tensor, inputs: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Codes:
