@@ -11,7 +11,7 @@ quantization_report.json says it again.
 
 Rounding is to the nearest: right for 8 bits. 4 bits may lose less with `--calibrate`, a text of the kind that the model
 will see, the longer the better (131072 tokens are read at most): rounding makes up for its own errors on what the
-layers saw (quant/compensate.py). A few thousand tokens of another kind do not help. It needs the memory to run the model.
+layers saw (quant/compensate.py). A few thousand tokens of another kind do not help. It needs memory for the model.
 
 Before: checkpoint/source.py, models/registry.py, quant/encode.py.  After: `tinyserve serve`, or any other reader.
 """
