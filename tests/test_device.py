@@ -39,7 +39,7 @@ def test_only_memory_that_small_pages_fill_is_asked_for(monkeypatch):
 
     asked = []
     monkeypatch.setattr(device.ctypes, "CDLL", Library)
-    kinds = [("rw-p", 0, 8192, 0), ("rw-p", 0, 4000, 0), ("rw-p", 0, 8192, 6144), ("rw-p", 7, 8192, 0)]
+    kinds = [("rw-p", 0, 8192, 0), ("rw-p", 0, 6000, 0), ("rw-p", 0, 8192, 6144), ("rw-p", 7, 8192, 0)]
     kinds += [("rw-s", 0, 8192, 0), ("r--p", 0, 8192, 0)]
     maps = ""
     for number, (mode, inode, held, huge) in enumerate(kinds):

@@ -134,8 +134,8 @@ class Device:
         libraries pack theirs into memory of their own; a core reads both a quarter faster from huge pages.
         """
         if self.is_cpu:
-            with contextlib.suppress(OSError, AttributeError):  # not Linux
-                _use_huge_pages(Path("/proc/self/smaps").read_text())
+            with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux, or an older one
+                _use_huge_pages(Path("/proc/self/smaps").read_text(errors="replace"))
 
     def event(self) -> Any:
         """An event whose `synchronize` sleeps (not spins) and lets other Python threads run."""
@@ -219,7 +219,9 @@ def _host_memory() -> Memory:
 
 
 def _use_huge_pages(maps: str) -> None:
-    """Ask for huge pages wherever small ones fill most of a piece of memory; what the system refuses stays as it is.
+    """Ask for huge pages wherever small ones fill nearly all of a piece of memory: what is empty of it gets filled.
+
+    What the system refuses stays as it is.
 
     Args: maps: as Linux describes the process's memory in /proc/self/smaps.
     """
@@ -229,7 +231,7 @@ def _use_huge_pages(maps: str) -> None:
         start, end, mode, inode = re.match(r"(\w+)-(\w+) (\S+) \S+ \S+ (\d+)", piece).groups()
         start, end = int(start, 16), int(end, 16)
         held, huge = (int(re.search(rf"^{name}: +(\d+) kB", piece, re.MULTILINE)[1]) << 10 for name in FIELDS)
-        if mode == "rw-p" and inode == "0" and held - huge > max(HUGE_PAGE, (end - start) // 2):
+        if mode == "rw-p" and inode == "0" and held > max(huge + HUGE_PAGE, 0.9 * (end - start)):
             for place in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
                 advise(place, HUGE_PAGE, MADV_COLLAPSE)
 

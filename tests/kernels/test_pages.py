@@ -7,7 +7,9 @@ from tinyserve.kernels import pages
 
 
 def caches(layout):
-    """K and V [B, Hkv, P, D] of 9 blocks of 4: side by side by token, by token but apart, or by head."""
+    """K and V [B, Hkv, P, D] of 9 blocks of 4: all of a head together (as in kv/storage.py), by token, or by block."""
+    if layout == "together":
+        return tuple(torch.arange(9 * 4 * 2 * 3 * 5, dtype=torch.float32).view(2, 3, 9, 4, 5).transpose(1, 2).unbind(0))
     both = torch.arange(9 * 4 * 2 * 3 * 5, dtype=torch.float32).view(9, 4, 2, 3, 5)
     k, v = (one.transpose(1, 2) for one in both.unbind(2))
     if layout == "apart":
@@ -15,7 +17,7 @@ def caches(layout):
     return (k, v) if layout == "joined" else (k.contiguous(), v.contiguous())
 
 
-@pytest.mark.parametrize("by", ["joined", "apart", "head"])
+@pytest.mark.parametrize("by", ["together", "joined", "apart", "head"])
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("room", [4, 4096])
 def test_each_sequence_sees_its_own_tokens(monkeypatch, by, window, room):
@@ -41,7 +43,7 @@ def test_each_sequence_sees_its_own_tokens(monkeypatch, by, window, room):
             assert not wanted or torch.equal(got[0], torch.stack(wanted, dim=1))
 
 
-@pytest.mark.parametrize("by", ["joined", "apart", "head"])
+@pytest.mark.parametrize("by", ["together", "joined", "apart", "head"])
 def test_one_sequence_is_a_view_where_its_blocks_follow_each_other(by):
     k, v = caches(by)
     for blocks, lies in (([2, 3, 4], by != "head"), ([5, 2, 8], False)):
@@ -51,3 +53,14 @@ def test_one_sequence_is_a_view_where_its_blocks_follow_each_other(by):
             assert torch.equal(got[0], wanted)
             inside = cache.untyped_storage().data_ptr() == got.untyped_storage().data_ptr()
             assert inside == lies
+
+
+def test_layers_that_share_memory_in_other_shapes_keep_their_own_copies():
+    """Two layers of one step over the same numbers, (2, 4) heads and columns and (1, 8): each reads its own."""
+    memory = torch.arange(2 * 2 * 9 * 4 * 4, dtype=torch.float32)
+    table, memo = torch.tensor([[5, 2, 8]], dtype=torch.int32), {}
+    for heads, columns in ((2, 4), (1, 8), (2, 4)):
+        k, v = memory.view(2, heads, 9, 4, columns).transpose(1, 2).unbind(0)
+        found = [pair for some in pages.layout(table, [9], k, v, 0) for pair in some.read(k, v, memo)]
+        for got, cache in zip(found[0], (k, v), strict=True):
+            assert torch.equal(got[0], cache[[5, 2, 8]].transpose(0, 1).flatten(1, 2)[:, :9])

@@ -10,6 +10,7 @@ from tests.quant.quantised import SIZES, affine, assert_same, kept, logits, open
 from tinyserve.errors import CheckpointError, UnsupportedModel
 from tinyserve.quant.codes import Inputs
 from tinyserve.quant.detect import detect
+from tinyserve.quant.torchao import usual_scheme
 
 CONFIG = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
 WIDTH = 32
@@ -213,10 +214,40 @@ def test_what_is_not_read_is_refused_by_name(tmp_path):
             "int4_tile_packed_ntile": 16}}}}})  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "header",
+    ["[]", "null", '"a"', "no JSON", '{"_type": "Int8Tensor", "_data": "abc"}', *(
+        json.dumps({"_type": "Int8Tensor", "_data": data}) for data in (
+            {"act_quant_kwargs": {"_data": [1]}}, {"act_quant_kwargs": {"_data": {"granularity": "PerRow"}}},
+            {"act_quant_kwargs": {}}, {"block_size": [0, 32]}, {"block_size": ["a", {}]}, {"block_size": 3.5},
+        )
+    )],
+)  # fmt: skip
+def test_a_header_without_sense_is_one_clear_error(header, tmp_path):
+    """Whatever a file says of its matrices: the module's name and a cause, no traceback of ours."""
+    notes = Notes()
+
+    def packer(module, weight):
+        tensors, numbers = fp8_blocks(notes, module, weight)
+        notes[f"{module}.weight"] = header
+        return tensors, numbers
+
+    with pytest.raises((CheckpointError, UnsupportedModel), match=r"model\.layers\.0"):
+        open_model(save(tmp_path, packer, CONFIG, notes=notes)[0])
+
+
+@pytest.mark.parametrize("kind", ["Int8DynamicActivationInt4WeightConfig", "Float8DynamicActivationInt4WeightConfig"])
+def test_a_plan_guesses_no_bits(kind):
+    """Breaks if four bits behind activations of eight are planned as eight."""
+    assert usual_scheme({"_type": kind, "_data": {}}) is None
+
+
 def library(name):
     """A config of torchao, by a short name."""
     ao = pytest.importorskip("torchao.quantization")
-    from torchao.prototype.mx_formats import inference_workflow as micro
+    micro = (
+        pytest.importorskip("torchao.prototype.mx_formats.inference_workflow") if "x" in name or "nv" in name else None
+    )
 
     return {
         "int8": lambda: ao.Int8WeightOnlyConfig(),
@@ -238,7 +269,9 @@ def exact(weight):
 def test_what_the_library_writes(name, tmp_path):
     """Quantised and flattened by torchao: codes give its own dequantised numbers within 1e-3."""
     config = library(name)
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    flatten_tensor_state_dict = pytest.importorskip(
+        "torchao.prototype.safetensors.safetensors_support"
+    ).flatten_tensor_state_dict
     from torchao.quantization import quantize_
 
     notes = Notes()

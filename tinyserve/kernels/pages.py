@@ -64,7 +64,8 @@ def by_head(k_cache: torch.Tensor, v_cache: torch.Tensor, memo: dict | None = No
 
     Or one [2 Hkv, B, P, D], if that is how kv/storage.py has laid them out: one copy then does what takes two.
     """
-    return once(memo, ("by head", k_cache.data_ptr()), lambda: _by_head(k_cache, v_cache))
+    key = ("by head", k_cache.data_ptr(), k_cache.shape, k_cache.stride())
+    return once(memo, key, lambda: _by_head(k_cache, v_cache))
 
 
 def _by_head(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError
 from .codes import Codes, Scheme, fitting_scales
 
 # Of H's mean diagonal, added to it. GPTQ's 0.01 is for 260,000 tokens: after 4000 of another kind of text, products of
@@ -53,11 +54,12 @@ def inverse_factor(inputs: Tensor) -> Tensor:
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0  # of inputs that are always 0: whatever they are multiplied by
     mean, damping = float(diagonal.mean()), DAMPING
-    while True:
+    while damping < 1e6:
         lower, failed = torch.linalg.cholesky_ex(damped + torch.eye(len(damped), device=damped.device) * damping * mean)
         if not failed:
             return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
         damping *= 10
+    raise CheckpointError("The text to calibrate with gave numbers that are not finite.")
 
 
 def output_error(weight: Tensor, dense: Tensor, inputs: Tensor) -> float:

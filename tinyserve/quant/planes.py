@@ -42,7 +42,7 @@ def to_planes(
     table = None if scheme.values is None else torch.tensor(scheme.values, dtype=torch.float32, device=scales.device)
 
     def counted(part: Tensor) -> Tensor:
-        return part + shift if table is None else torch.searchsorted(table, part.float())
+        return part + shift if table is None else torch.searchsorted(table, part.float(), out_int32=True)
 
     parts = [in_planes(counted(part).to(torch.uint8), scheme.fine, scheme.width) for part in codes]
     low, high = (None if words[0] is None else torch.cat(words) for words in zip(*parts, strict=True))

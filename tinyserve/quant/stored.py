@@ -60,7 +60,7 @@ class QuantizedTensor:
         """Read all tensors. Raises: CheckpointError: they do not fit each other."""
         try:
             codes = self.decode(self)
-        except (RuntimeError, LookupError, ValueError, TypeError) as error:
+        except (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             shapes = ", ".join(f"{name} {list(stored.shape)}" for name, stored in self.tensors.items())
@@ -171,6 +171,6 @@ def _tensor(method: Method, module: str, tensors: Mapping[str, Stored]) -> Quant
         return method.tensor(module, tensors)
     except CheckpointError:
         raise
-    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
         shapes = ", ".join(f"{name} {list(stored.shape)}" for name, stored in tensors.items())
         raise CheckpointError(f"{module}: {method.title} cannot be made of {shapes}: {error!r}") from error

@@ -12,8 +12,9 @@
     MXTensor, NVFP4Tensor       fp8 or fp4 with powers of two, fp4 with fp8 scales (fp4.py); perhaps `unswizzled`
 
 A number that is added after the scale needs groups narrower than 128 (kernels/packed.py), so wider ones are cut in
-pieces of 64, which costs a quarter of a bit a weight. Activations are rounded as the header says; what it says of
-kernels is nobody's business here. Files of pickles, which older versions wrote, are not opened.
+pieces of 64, which costs a quarter of a bit a weight. Activations of integers and fp8 are rounded as the header says,
+those beside MX and NVFP4 are not; what it says of kernels is nobody's business here. Files of pickles, which older
+versions wrote, are not opened.
 
 Before: stored.py, fp4.py.  After: detect.py.
 
@@ -111,6 +112,8 @@ class About:
     def summed(self, own: QuantizedTensor, codes: Tensor, scales: Tensor, added: Tensor) -> Codes:
         """(code - 8) * scale + added, in groups of the scheme's width."""
         if not own.scheme.added:
+            if added.any():
+                raise UnsupportedModel(f"{own.module}: a zero point beside activations in fp8 is not implemented.")
             return Codes(own.scheme, codes, scales, torch.full_like(scales, 8, dtype=torch.uint8))
         pieces = self.width // own.scheme.width
         scales, added = (values.repeat_interleave(pieces, dim=1) for values in (scales, added - 8 * scales))
@@ -297,8 +300,8 @@ def usual_scheme(default: Any) -> Scheme | None:
     width = own.get("group_size", 128)
     if kind == "Int4WeightOnlyConfig" and isinstance(width, int) and width > 0:
         return Scheme(f"int4 in groups of {min(width, LONGEST_ADDED)}", 4, min(width, LONGEST_ADDED))
-    if isinstance(kind, str) and kind.startswith("Int8"):
+    if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
         return Scheme("int8 by rows", 8, inputs=Inputs("int8") if "Activation" in kind else None)
-    if isinstance(kind, str) and kind.startswith("Float8"):
+    if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
         return Scheme("fp8 by rows", 8, inputs=Inputs("fp8") if "Activation" in kind else None)
     return None
