@@ -290,11 +290,16 @@ def logits(path, tokens):
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_gguf_file_gives_the_logits_of_its_checkpoint(family, checkpoint, tmp_path, caplog):
-    """Names, row order of q and k, norms, tied heads: logits within 1e-4 of transformers on the original."""
+    """Names, row order of q and k, norms, tied heads: logits within 1e-4 of transformers on the original.
+
+    Granite's go up to 20, in whose last bits the order of additions shows: within 1e-5 of the largest."""
     folder, tokens = checkpoint(family), oracles.prompt(35)
     path = write(tmp_path / "model.gguf", family, folder, config_of(family))
 
-    torch.testing.assert_close(logits(path, tokens), oracles.reference_logits(folder, tokens), atol=1e-4, rtol=0)
+    expected = oracles.reference_logits(folder, tokens)
+    torch.testing.assert_close(
+        logits(path, tokens), expected, atol=max(1e-4, 1e-5 * float(expected.abs().max())), rtol=0
+    )
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.msg for record in warnings if record.name.startswith("tinyserve")] == []
 

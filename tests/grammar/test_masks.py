@@ -1,8 +1,10 @@
 """mask.py, and what a matcher knows without the library: nothing that may come differs from what the library says."""
 
+import threading
 import time
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -80,13 +82,18 @@ def test_a_third_of_a_record_needs_no_mask():
 
 
 def test_masks_are_computed_at_once_unless_they_take_long(monkeypatch):
-    """What waits for the device gets them before `begin` returns; after a slow step the thread has the next 15."""
+    """What waits for the device gets them before `begin` returns, but for first masks; after a slow step the thread has
+    the next 15."""
     pool = MaskPool(Workers("test-mask"))
     rows = [(3, matcher(json=RECORD)), (5, matcher(choice=["ab", "b"]))]
     first = pool.masks(rows)
-    first.begin()
+    assert not any(match.usual for _, match in rows)
+    pool._thread.submit(time.sleep, 0.01)
+    first.begin(waited=True)
+    assert not first.there
     first.result()
-    pool._aside = 0
+    for _, match in rows:  # a busy machine may have taken long
+        match.note(quick=True)
     now = pool.masks(rows)
     now.begin(waited=True)
     assert now.there and now.slots == (3, 5)
@@ -108,6 +115,55 @@ def test_masks_are_computed_at_once_unless_they_take_long(monkeypatch):
         aside += 1
     assert aside == 15
     pool.close()
+
+
+@pytest.mark.parametrize("slow", ["first", "last", "long"])
+def test_the_loop_computes_no_mask_that_may_take_long(slow):
+    """A first mask, one whose last took 20 ms, one of a grammar with a text of 40 KB: the thread computes the step."""
+    pool = MaskPool(Workers("test-mask"))
+    usual, other = matcher(json=RECORD), matcher(choice=["ab", "x" * (40_000 if slow == "long" else 2)])
+    for match in (usual, other):
+        match.note(quick=True)
+    if slow == "first":
+        other.note(quick=False)
+    if slow == "last":
+        assert other.width  # and it has begun
+        other._match = Sleepy(other._match)
+        masks = pool.masks([(0, usual), (1, other)])
+        masks.begin(waited=True)
+        assert masks.there
+        pool._aside, other._match = 0, other._match._match
+    threads = []
+    pool._thread.submit(lambda: threads.append(threading.current_thread()))
+    compiled, other.compiled = other.compiled, lambda: threads.append(threading.current_thread()) or compiled()
+    masks = pool.masks([(0, usual), (1, other)])
+    masks.begin(waited=True)
+    masks.result()
+    assert threads[0] is threads[1] is not threading.current_thread()
+    pool.close()
+
+
+def test_a_mask_that_cannot_be_made_is_one_answers_fault():
+    """Breaks if what a matcher raises before its mask ends the step of both."""
+    pool = MaskPool(Workers("test-mask"))
+    for waited in (False, True):
+        good, bad = matcher(json=RECORD), matcher(choice=["ab"])
+        for match in (good, bad):
+            match.note(quick=True)
+        bad.compiled = lambda: 1 / 0
+        masks = pool.masks([(0, bad), (1, good)])
+        masks.begin(waited=waited)
+        assert bits(masks.result()[1]) == {123} and good.error is None
+        assert isinstance(bad.error, ZeroDivisionError)
+    pool.close()
+
+
+class Sleepy(NothingForced):
+    """The library's matcher, of which a mask takes 20 ms."""
+
+    def unsafe_compute_mask_ptr(self, *where):
+        time.sleep(0.02)
+        self._match.unsafe_compute_mask_ptr(*where)
 
 
 def test_a_mask_holds_nothing_of_the_step_before():

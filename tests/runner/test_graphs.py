@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from tests.scripted import VOCAB, ScriptModel
 from tinyserve.device import Device, Memory
@@ -216,11 +217,25 @@ def test_with_masks_that_are_there_the_choice_is_launched_by_who_brings_them(mak
     masks = Masks([(0, None)], lambda *_: there)
     opened = (SlotOpening(0, 3, (1, 2, 3), RowParams(temperature=0.0)),)
     runner.launch(StepInput(step_id=0, opened=opened, slices=(SeqSlice(0, 0, 3),))).landing.result(10)
-    flight = runner.launch(StepInput(step_id=1, slices=(SeqSlice(0, 3, 1),), masks=masks)).landing
+    flight = runner.launch(decodes((0,), [3], 1, masks=masks)[0]).landing
     assert len(threads) == 1 and not flight.done()
     masks.begin(waited=True)
     assert threads[1:] == [threading.get_ident()]
     assert flight.result(10).slices[0].tokens == (9,)
+    reports = Masks([(0, None)], lambda *_: there)  # a step of other slices may report on prompts: not here
+    flight = runner.launch(StepInput(step_id=2, slices=(SeqSlice(0, 4, 1),), masks=reports)).landing
+    reports.begin(waited=True)
+    assert flight.result(10).slices[0].tokens == (9,) and threads[2] != threading.get_ident()
+
+
+def test_what_brings_an_adapter_is_launched_aside(make):
+    """Hundreds of copies are not quick, whatever graph holds the step."""
+    graphs = Recorded(Recorder(), WANTED)
+    runner = make(graphs)
+    runner.device, graphs.holds = Device("cuda"), lambda shape: True
+    step = decodes((0,), [3], 1)[0]
+    assert runner._is_quick(step) and not runner._is_quick(evolve(step, moves=(object(),)))
+    runner.device = Device("cpu")
 
 
 def held(seed, choices):

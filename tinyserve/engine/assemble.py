@@ -144,7 +144,7 @@ def assemble(
             warm_up(runner)
     _log.info("%s", plan.report())
     with phases("scheduler"):
-        words = _words(parts, device)
+        words = _words(parts, device, runner.limits.max_seqs)
         cache, scheduler = _scheduler(config, plan, groups, words, desk.known, runner.limits.rows)
     for module in config.lora.lora_modules:
         with phases("adapters"):
@@ -177,8 +177,8 @@ def _prepare(runner: Any, phases: Phases, foundry: Compilers | None) -> Any:
         return Needs(step=step, graphs=graph_bytes(runner))
 
 
-def _words(parts: Parts, device: Any) -> dict[str, Any]:
-    """What holds answers to grammars, each with threads of its own: grammars, masks."""
+def _words(parts: Parts, device: Any, most: int) -> dict[str, Any]:
+    """What holds up to `most` answers of a step to grammars, each with threads of its own: grammars, masks."""
     import torch
 
     from ..grammar.compile import Grammars
@@ -192,7 +192,7 @@ def _words(parts: Parts, device: Any) -> dict[str, Any]:
     def memory(rows: int, width: int) -> Any:
         return device.host_buffer(rows, width, dtype=torch.int32).numpy()
 
-    return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"), memory)}
+    return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"), memory, most)}
 
 
 def _scheduler(

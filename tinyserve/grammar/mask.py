@@ -3,7 +3,8 @@
 The tokens of step k come home while the forward of k+1 runs; then its masks are computed, in 0.6 ms for 64 rows of
 usual grammars. The loop does it, and launches the choice: threads of Python hand the interpreter over at every launch
 of a kernel, and what several cores compute of a row is in none of their caches (2, 4 and 8 threads of the library took
-0.9, 1.2 and 1.3 ms). Grammars that take longer have a thread, and the library's, so that the loop serves others.
+0.9, 1.2 and 1.3 ms). First masks, and grammars that take longer, have a thread, and the library's: the loop serves
+others meanwhile.
 
 Before: matcher.py.  After: engine/engine.py (starts them), runner/runner.py (takes them when it samples).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor
@@ -21,6 +23,8 @@ from .compile import Threads
 from .matcher import Matcher
 
 LOOP_SECONDS = 4e-3  # masks of a step that take longer are computed in the thread
+ROW_SECONDS = 1e-3  # a mask that takes longer is computed in the thread the next time
+MEAN_SECONDS = 5e-5  # in the thread, a step of many rows was quick if a row took less
 ASIDE = 15  # steps, or more if they took many times as long, until it is tried again whether they take less
 MOST_ASIDE = 1000
 SLOW_SECONDS = 0.03  # masks of a step that take longer are watched
@@ -80,14 +84,15 @@ class MaskPool:
 
     Args:
         thread: one that takes the steps in turn; the library has more, for the rows of a step.
-        memory: makes a buffer [R, W] int32 that the device reads well.
+        memory: makes a buffer [R, W] int32 that the device reads well.   most: rows of a step.
     Attributes: seconds, rows: spent, and masks computed, so far.
     """
 
-    def __init__(self, thread: Threads, memory: Callable[[int, int], np.ndarray] = _plain) -> None:
+    def __init__(self, thread: Threads, memory: Callable[[int, int], np.ndarray] = _plain, most: int = 64) -> None:
         self._executor: LLExecutor | None = None
         self._thread = thread
         self._memory = memory
+        self._most = most
         self._buffers: list[np.ndarray] = []  # in turn: one may still be read when the next is written
         self._watched = 0  # steps to come
         self._aside = 0  # steps to come
@@ -103,7 +108,7 @@ class MaskPool:
         self._thread.close(wait=False)
 
     def _begin(self, matchers: Sequence[Matcher], waited: bool) -> Future[np.ndarray]:
-        if not waited or self._aside or self._watched:
+        if not waited or self._aside or self._watched or not all(each.usual for each in matchers):
             return self._thread.submit(self._compute, matchers)
         done: Future[np.ndarray] = Future()
         try:
@@ -119,7 +124,7 @@ class MaskPool:
     def _buffer(self, rows: int, width: int) -> np.ndarray:
         """Room for the masks of a step; what it holds is written by all."""
         if not self._buffers or len(self._buffers[0]) < rows or self._buffers[0].shape[1] != width:
-            self._buffers = [self._memory(-(-rows // 64) * 64, width) for _ in range(2)]
+            self._buffers = [self._memory(max(rows, self._most), width) for _ in range(2)]
         self._buffers.reverse()
         return self._buffers[0][:rows]
 
@@ -129,11 +134,12 @@ class MaskPool:
         bits, count = self._buffer(len(matchers), matchers[0].width), 0
         where, size = bits.ctypes.data, bits.shape[1] * 4
         for row, matcher in zip(bits, matchers, strict=True):
-            if (library := matcher.compiled()) is not None:
+            if (library := _library(matcher)) is not None:
                 library.unsafe_compute_mask_ptr(where + count * size, size)
             _finish(matcher, row)
-            count += 1
-            now = time.perf_counter()
+            count, before, now = count + 1, now, time.perf_counter()
+            if now - before > ROW_SECONDS:
+                matcher.note(quick=False)
             if now - start > LOOP_SECONDS:
                 self._aside = min(int(ASIDE * (now - start) / LOOP_SECONDS), MOST_ASIDE)
                 break
@@ -151,22 +157,33 @@ class MaskPool:
             self._watched -= 1
             for row, each in rows:
                 begin = time.thread_time()
-                if (library := each.compiled()) is not None:
+                if (library := _library(each)) is not None:
                     library.unsafe_compute_mask_ptr(bits[row].ctypes.data, size)
                 each.spend(time.thread_time() - begin)
         else:
-            asked = [(library, row) for row, each in rows if (library := each.compiled()) is not None]
+            asked = [(library, row) for row, each in rows if (library := _library(each)) is not None]
             if asked:
                 self._executor = self._executor or LLExecutor()
                 self._executor.unsafe_compute_mask_ptr(asked, bits.ctypes.data, size, len(bits))
             if time.perf_counter() - start > SLOW_SECONDS:
                 self._watched = WATCHED
+        quick = time.perf_counter() - start < max(LOOP_SECONDS, MEAN_SECONDS * len(rows))
         for row, matcher in rows:
             _finish(matcher, bits[row])
+            matcher.note(quick=quick)
         self._aside = max(self._aside - (not done), 0)
         self.seconds += time.perf_counter() - start
         self.rows += len(rows)
         return bits
+
+
+def _library(matcher: Matcher) -> Any:
+    """The library's matcher, if it is to be asked; what fails is one answer's, not the step's."""
+    try:
+        return matcher.compiled()
+    except Exception as error:
+        matcher.error = error
+        return None
 
 
 def _finish(matcher: Matcher, row: np.ndarray) -> None:

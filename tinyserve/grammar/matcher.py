@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ _NUMBER = re.compile(rb"[-+.0-9eE]*$")
 _NUMERIC = frozenset(b"-+.0123456789eE")
 _DIGITS = re.compile(rb"([eE][-+]?)?([0-9]*)$")
 WITH_JSON = ("json", "json_object", "structural_tag")
+SHORT = 16_384  # characters of what is asked for
 USUAL_SECONDS = 0.005  # of one core, that a token may cost
 SPARE_SECONDS = 1.0  # that all tokens of an answer may cost beyond that; an ambiguous grammar costs more with each one
 
@@ -109,10 +111,18 @@ class Words:
 
 @define
 class _Patience:
-    """spare: seconds that an answer may still cost.   slow: its last token took long, so the next one is timed."""
+    """What an answer costs.
 
+    Args:
+        short: its grammar has no long texts, which would have to be made tokens at once.
+        spare: seconds that it may still cost.   slow: its last token took long, so the next one is timed.
+        quick: its last mask did not take long.
+    """
+
+    short: bool
     spare: float = field(factory=lambda: SPARE_SECONDS)
     slow: bool = False
+    quick: bool = False
 
 
 class Matcher:
@@ -147,10 +157,10 @@ class Matcher:
         self._match: Any = None
         self._gate: Gate | None = None
         self._number = b""  # at the end of the answer so far
-        self._only: list[int] = []  # tokens that have to come now, one after the other
+        self._only: deque[int] = deque()  # tokens that have to come now, one after the other
         # Of each token: gate and number before it, itself, whether the grammar took it.
         self._log: list[tuple[Any, bytes, int, bool]] = []
-        self._patience = _Patience()
+        self._patience = _Patience(len(repr(wanted.key)) <= SHORT)
         self.ended = False
         self.error: Exception | None = None
 
@@ -188,7 +198,10 @@ class Matcher:
         elif self._match is not None:
             self._take(token)
         if self._only:
-            self._only = self._only[1:] if token == self._only[0] and self._log[-1][3] else []
+            if token == self._only[0] and self._log[-1][3]:
+                self._only.popleft()
+            else:
+                self._only.clear()
         if data and data[-1] not in _NUMERIC:
             self._number = b""
         elif data:
@@ -242,9 +255,18 @@ class Matcher:
                 f"{self._wanted.param}: to follow it takes too long; make it less ambiguous.", param=self._wanted.param
             )
 
+    @property
+    def usual(self) -> bool:
+        """Whether its next mask will hardly take long: the last one did not."""
+        return self._patience.quick and self._patience.short
+
+    def note(self, *, quick: bool) -> None:
+        """Remember whether its mask took long."""
+        self._patience.quick = quick
+
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens."""
-        self._only = []
+        self._only.clear()
         if count and self._gate and self._log[-count][0][0] is Mode.UNDECIDED:
             return self._again([entry[2] for entry in self._log[:-count]])
         taken = 0
@@ -279,7 +301,7 @@ class Matcher:
         if self._match is None or self._behind or (self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING)):
             return None
         if not self._only:
-            self._only = self._match.compute_ff_tokens()
+            self._only.extend(self._match.compute_ff_tokens())
         return None if self._only else self._match
 
     def finish(self, row: np.ndarray) -> None:

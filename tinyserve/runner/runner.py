@@ -168,23 +168,22 @@ class Runner:
         return Flight(step.step_id, self._worker.submit(self._land, launched))
 
     def _launch_early(self, step: StepInput) -> Flight:
-        """Queue the forward now, and the rest once the tokens before it, and so its masks, are known.
-
-        Nothing else is launched in between: the scheduler plans nothing behind such a step.
-        """
+        """Queue the forward now, and the rest once its masks are known; nothing is planned behind such a step."""
         landing: Future[StepOutput] = Future()
-        begun = self._hands.do(self._is_quick(step), self._on_device, self._begin, step)
+        early = self._is_quick(step)
+        begun = self._hands.do(early, self._on_device, self._begin, step)
 
-        def choose() -> None:  # who waits for the masks is not quick
-            launched = self._hands.do(step.masks.there, self._on_device, self._finish, begun)
+        def choose() -> None:  # who waits for the masks is not quick, nor is what reports on prompts
+            quick = early and step.masks.there and isinstance(step.slices, Decodes)
+            launched = self._hands.do(quick, self._on_device, self._finish, begun)
             self._worker.submit(self._land, launched).add_done_callback(lambda done: pass_on(done, landing))
 
         step.masks.when_begun(choose)
         return Flight(step.step_id, landing)
 
     def _is_quick(self, step: StepInput) -> bool:
-        """Whether a step is launched in less than a millisecond: on a GPU, by a graph, or without any tokens."""
-        return not self.device.is_cpu and by_graph(step, self.graphs, self.rows, self.sampler)
+        """Whether a step is launched in less than a millisecond: on a GPU, by a graph, and no adapter is copied."""
+        return not (self.device.is_cpu or step.moves) and by_graph(step, self.graphs, self.rows, self.sampler)
 
     def launch_aside(self) -> None:
         """From now on a thread of its own launches on a GPU what takes long, and records graphs."""
