@@ -15,6 +15,7 @@ from tests.models.batching import Paged
 from tinyserve.checkpoint.source import resolve
 from tinyserve.config import build
 from tinyserve.device import Device
+from tinyserve.engine.adapters import Desk
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.llm import _adapters
 from tinyserve.engine.parts import Parts
@@ -343,6 +344,39 @@ def test_no_more_adapters_are_loaded_than_allowed(made):
             await engine.close()
 
     assert asyncio.run(main()) == ["bc", "bd", "bc", "be", "bc"]
+
+
+def test_room_is_made_only_of_what_lora_requests_loaded():
+    """One of --lora-modules for which a LoRARequest had asked, too, was evicted: its name became a 404. A folder that
+    could not be read cost an adapter that was good."""
+
+    def read(path):
+        if path == "/wrong":
+            raise CheckpointError("there is no such folder")
+        return 8, None
+
+    async def main():
+        desk, found = Desk(LoadedAdapters(1), read, served=(), most=2), []
+        desk.load_now("a=/a")
+
+        async def ask(name, path=None, **more):
+            await desk.of(LoRARequest(name, 1, path or f"/{name}", **more))
+            found.append("".join(one.name for one in desk.loaded))
+
+        await ask("a")
+        await ask("a", load_inplace=True)
+        await ask("b")
+        for wrong in (ask("c", "/wrong"), ask("c,"), ask("b", "/other")):
+            with pytest.raises(RequestError):
+                await wrong
+        assert [one.name for one in desk.loaded] == ["a", "b"]
+        await ask("c")
+        await desk.load("c", "/c", replace=True)  # now it is one of those that are asked for by name
+        with pytest.raises(RequestError, match="as many as --max-cpu-loras allows"):
+            await ask("d")
+        return found
+
+    assert asyncio.run(main()) == ["a", "a", "ab", "ac"]
 
 
 def test_the_limit_of_adapters_holds_those_of_the_command_line():

@@ -77,7 +77,7 @@ class Desk(NoDesk):
         self._read = read
         self._served = served
         self._most = most
-        self._asked: dict[str, None] = {}  # names that LoRARequests had, the last one last
+        self._asked: dict[str, None] = {}  # names of those that `of` loaded, the one asked for last at the end
         self._usage = Usage(known.num_places)
         self._turn = asyncio.Lock()  # of who asks for an adapter that may have to be read
 
@@ -95,21 +95,29 @@ class Desk(NoDesk):
 
         Raises: RequestError: the name is taken, or the adapter cannot be used; nothing has changed then.
         """
-        self._check(name, replace)
+        adapter = await self._load(name, path, replace, {})
+        self._asked.pop(name, None)
+        return adapter
+
+    async def _load(self, name: str, path: str, replace: bool, spare: dict[str, None]) -> Adapter:
+        """As `load`. spare: names to forget, from the first one on, if there is no room for what was read."""
+        self._check(name, replace, spare)
         if not path:
             raise RequestError("lora_path must name a folder.", param="lora_path")
         try:
             rank, weights = await in_own_thread("adapter", self._read, path)
         except CheckpointError as error:
             raise RequestError(f"The adapter was not loaded. {error}", param="lora_path") from error
-        self._check(name, replace)  # another may have come meanwhile
+        self._check(name, replace, spare)  # another may have come meanwhile
+        while self._is_full(name):
+            self.unload(next(iter(spare)))
         return self._loaded(name, path, rank, weights)
 
     def load_now(self, module: str) -> Adapter:
         """Load one of --lora-modules, before anything is served. Raises: ConfigError."""
         name, path = module_of(module)
         try:
-            self._check(name, replace=False)
+            self._check(name, False, {})
             return self._loaded(name, path, *self._read(path))
         except (CheckpointError, RequestError) as error:
             raise ConfigError(f"--lora-modules {name}: {error}") from error
@@ -118,21 +126,27 @@ class Desk(NoDesk):
         """Take no new requests of this name. Raises: RequestError: 404, there is none."""
         if self.find(name) is None:
             raise UnknownAdapter(f"There is no adapter {name[:200]!r}.", param="lora_name")
+        self._asked.pop(name, None)
         self.known.unload(name)
         _log.info("adapter %s unloaded", name)
 
     async def of(self, asked: LoRARequest | None) -> Adapter | None:
-        """The adapter of a LoRARequest: the one that was loaded for an equal one, else loaded now."""
+        """The adapter of a LoRARequest: the one that was loaded for an equal one, else loaded now.
+
+        Where there is no room, the one goes that LoRARequests asked for longest ago: they say the folder, so it can be
+        read again. One that no LoRARequest loaded stays.
+        """
         if asked is None:
             return None
         async with self._turn:  # of several that ask for the same one at once, the first reads it
-            found = self.find(asked.lora_name)
-            self._asked.pop(asked.lora_name, None)
-            self._make_room(asked.lora_name)
-            self._asked[asked.lora_name] = None
-            if found is not None and not asked.load_inplace and found.path == asked.lora_path:
-                return found
-            return await self.load(asked.lora_name, asked.lora_path, replace=asked.load_inplace)
+            name, found = asked.lora_name, self.find(asked.lora_name)
+            ours = found is None or name in self._asked
+            if found is None or asked.load_inplace or found.path != asked.lora_path:
+                found = await self._load(name, asked.lora_path, asked.load_inplace, self._asked)
+            if ours:
+                self._asked.pop(name, None)
+                self._asked[name] = None
+            return found
 
     def publish(self, metrics: Any, prefix: str) -> None:
         """Add the metric of adapters to those of the engine (telemetry.Metrics)."""
@@ -146,14 +160,6 @@ class Desk(NoDesk):
             sorted({one.adapter for one in found if one.running is running} - {""}) for running in (False, True)
         )
 
-    def _make_room(self, name: str) -> None:
-        """Forget what LoRARequests asked for longest ago; they say the folder, so it can be read again."""
-        while self._asked and self._is_full(name):
-            oldest = next(iter(self._asked))
-            del self._asked[oldest]
-            if self.find(oldest) is not None:
-                self.unload(oldest)
-
     def _is_full(self, name: str) -> bool:
         """Whether there is no room for one of this name."""
         return self._most is not None and self.find(name) is None and len(self.loaded) >= self._most
@@ -162,12 +168,12 @@ class Desk(NoDesk):
         _log.info("adapter %s loaded from %r: rank %d", name, path, rank)
         return self.known.load(name, path, rank, weights)
 
-    def _check(self, name: str, replace: bool) -> None:
+    def _check(self, name: str, replace: bool, spare: dict[str, None]) -> None:
         if not name or len(name) > 256 or not name.isprintable() or "," in name:  # the metric joins names by commas
             raise RequestError("lora_name must have 1 to 256 printable characters, no commas.", param="lora_name")
         if name in self._served:
             raise RequestError(f"{name!r} is a name of the model itself.", param="lora_name")
-        if self._is_full(name):
+        if self._is_full(name) and not spare:
             raise RequestError(
                 f"{len(self.loaded)} adapters are loaded, as many as --max-cpu-loras allows. Unload one first.",
                 param="lora_name",
