@@ -1,6 +1,7 @@
 """Which adapter has which place."""
 
 import random
+import weakref
 
 import pytest
 from attrs import evolve
@@ -88,7 +89,19 @@ def test_an_adapter_gets_its_place_however_much_others_are_asked_for(places, mos
     order = [one for one, answer in lab.answers.items() if answer.reason is not None]
     assert lab.answers[late.id].reason is not None and lab.answers[base.id].reason is not None, order
     lab.run()
-    assert len(lab.answers) == 82
+    assert len(lab.answers) == 82 and all(answer.reason is not None for answer in lab.answers.values())
+
+
+def test_a_request_that_was_passed_is_not_kept():
+    """Its prompt, of any length, stayed in memory until another one had to wait."""
+    known, a, b, _ = three(1)
+    turn = known.turn(lambda: [a], 4)
+    late = evolve(request("late", prompt=range(9)), adapter=b)
+    assert not turn.fits(late)
+    turn.entered(evolve(request("other"), adapter=a))
+    gone = weakref.ref(late)
+    del turn, late
+    assert known.passed == ("late", 1) and gone() is None
 
 
 def test_two_adapters_that_share_a_place_take_turns_by_the_batch():

@@ -127,7 +127,7 @@ class LoadedAdapters:
         self._placed: dict[Adapter, int] = {}  # in the order of their last admission
         self._free = list(reversed(range(places)))
         self._moves: list[Move] = []
-        self.passed: tuple[Any, int] = (None, 0)  # the first request without a place, and how many have passed it
+        self.passed: tuple[str | None, int] = (None, 0)  # id of the first request without a place; how many passed it
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
@@ -200,10 +200,10 @@ class _Turn:
             return True
         if self._first is None:
             self._first = request
-            if self._known.passed[0] is not request:
-                self._known.passed = request, 0
+            if self._known.passed[0] != request.id:
+                self._known.passed = request.id, 0
         return False
 
     def entered(self, request: Any) -> None:
         if request.adapter is not None and self._first is not None:
-            self._known.passed = self._first, self._known.passed[1] + 1
+            self._known.passed = self._first.id, self._known.passed[1] + 1
