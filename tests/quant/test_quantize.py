@@ -11,6 +11,7 @@ from tests.quant.quantised import SIZES, TOKENS, kept, logits, open_model
 from tests.scripted import byte_tokenizer
 from tinyserve.__main__ import main
 from tinyserve.cli import calibrate, quantize
+from tinyserve.device import Device, Memory
 from tinyserve.quant.encode import encode, scheme_of
 
 
@@ -113,6 +114,18 @@ def test_a_text_calibrates(tmp_path, capsys, monkeypatch):
     assert main(["quantize", str(folder), str(tmp_path / "c"), "--calibrate", str(text)]) == 2
     said = capsys.readouterr().err
     assert "too few" in said and "can be read" in said and "nearest" in said
+
+
+def test_sums_take_at_most_half_of_what_is_free(tmp_path, monkeypatch):
+    """Sums of 8 GiB were kept on devices that had less: with 1 GB free, those of layers share 500 MB."""
+    folder = oracles.save_config(oracles.llama(**SIZES, vocab_size=300), tmp_path / "plain")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    most = []
+    monkeypatch.setattr(calibrate, "shares", lambda layers, limit: most.append(limit) or iter(()))
+    for free in (10**9, 10**12):
+        monkeypatch.setattr(Device, "memory", lambda self, free=free: Memory(free, 10**12))
+        assert not list(calibrate.sums(str(folder), "It was the best of times. " * 12))
+    assert most == [500_000_000, calibrate.SUM_BYTES]
 
 
 def test_several_files_and_modules_left_out(plain, tmp_path, monkeypatch):

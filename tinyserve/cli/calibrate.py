@@ -1,8 +1,9 @@
 """What the linear layers of a model get to see when it reads a text: the sums of x xᵀ that quant/compensate.py needs.
 
 The model is loaded as it is served, one text goes through it in prompts of `PROMPT` tokens, and each layer adds up its
-inputs. A sum has as many numbers as a layer has inputs, squared, so only as many layers as fit in `SUM_BYTES` add up at
-a time; the text is read once for each such share of the layers. Experts, which see few tokens each, are not watched.
+inputs. A sum has as many numbers as a layer has inputs, squared, so only as many layers as fit in `SUM_BYTES`, and in
+half of what the device has free, add up at a time; the text is read once for each such share of the layers. Experts,
+which see few tokens each, are not watched.
 
 Before: engine/llm.py, layers/linear.py.  After: quantize.py.
 """
@@ -68,7 +69,8 @@ def sums(model: str, text: str) -> Iterator[tuple[str, Any]]:
         own = llm.engine.machine.runner.model
         weights = family(own.config.architecture).WEIGHTS
         linear = [(path, one) for path, one in targets(own) if isinstance(one, Linear) and path != "head"]
-        for share in shares(linear):
+        most = min(SUM_BYTES, llm.engine.machine.runner.device.memory().free_bytes // 2)
+        for share in shares(linear, most):
             formats = [layer.format for _, layer in share]
             for _, layer in share:
                 layer.format = Watching(layer.format)
@@ -79,12 +81,12 @@ def sums(model: str, text: str) -> Iterator[tuple[str, Any]]:
                     yield name, watched.total
 
 
-def shares(layers: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Cut the layers in shares whose sums fit in SUM_BYTES."""
+def shares(layers: list[tuple[str, Any]], most: int) -> Iterator[list[tuple[str, Any]]]:
+    """Cut the layers in shares whose sums take at most so many bytes, or of one layer each."""
     share: list[tuple[str, Any]] = []
     size = 0
     for path, layer in layers:
-        if share and size + 4 * layer.inputs**2 > SUM_BYTES:
+        if share and size + 4 * layer.inputs**2 > most:
             yield share
             share, size = [], 0
         share.append((path, layer))

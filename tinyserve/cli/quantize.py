@@ -88,7 +88,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="folder to write; made if it is not there")
     parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), default="fp8", help="default: %(default)s")
     parser.add_argument("--group-size", type=int, default=128, help="columns of int4 that share a scale")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="text for rounding to int4 that looks at data")
+    text = "text for rounding to int4 that looks at data; takes up to half of the device's free memory, at most 8 GiB"
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help=text)
     parser.add_argument("--skip", default=None, metavar="REGEX", help="modules to leave as they are, searched for")
     try:
         found = parser.parse_args(list(argv))
