@@ -84,7 +84,7 @@ def test_keys_of_an_object_add_to_its_json():
         (["--max-cpu-loras", "4"], "need --enable-lora"),
         (["--max-messages", "4"], r"unknown option --max-messages. See --help.$"),
         (["--ctx-size", "4"], "say --max-model-len"),
-        (["--tp", "4"], "say --tensor-parallel-size"),
+        (["--tp", "4"], "--tp: --tensor-parallel-size is an option of vLLM that tinyserve does not have yet"),
         (["--disable-radix-cache"], "See --help"),
         (["-z", "4"], "unknown option -z. See"),
         (["--async-scheduling"], "--depth 2"),

@@ -102,6 +102,8 @@ def answer_to(name: str, known: Sequence[str]) -> str:
         return f"{shown}: {INSTEAD[bare]}"
     if bare in NOT_YET:
         return f"{shown} is an option of vLLM that tinyserve does not have yet."
+    if CALLED.get(bare) in NOT_YET:
+        return f"unknown option {shown}: {_flag(CALLED[bare])} is an option of vLLM that tinyserve does not have yet."
     if bare in CALLED:
         return f"unknown option {shown}: say {_flag(CALLED[bare])}."
     close = nearest(bare, [*known, *NOT_YET])
