@@ -42,12 +42,16 @@ class Again:
 
 
 class Recorder:
-    """The part of a device that records."""
+    """The part of a device that records. It runs the work, for which the runner's batches hold what was sent last."""
+
+    batches = None
 
     def graph_pool(self):
         return None
 
     def record(self, work, pool):
+        if self.batches is not None:
+            self.batches.turn.fill_(self.batches.slot)
         result = work()
         return Again(work, result), result
 
@@ -71,6 +75,8 @@ def make():
     def build(graphs=None):
         sampler = Sampler(LIMITS.rows, VOCAB, LIMITS.max_model_len, torch.device("cpu"))
         runner = Runner(Told(), sampler, LIMITS, Device("cpu"), graphs)
+        if graphs is not None:
+            graphs._device.batches = runner.batches
         made.append(runner)
         return runner
 
@@ -296,6 +302,55 @@ def test_choices_that_do_not_obey_are_launched(make, caplog):
     plain = make()
     for step, other in zip(held(7, True), held(7, True), strict=True):
         assert runner.launch(step).landing.result(10).slices == plain.launch(other).landing.result(10).slices
+
+
+@pytest.mark.parametrize("fault", ["trial", "recording"])
+def test_a_choice_that_cannot_be_recorded_costs_no_other_graph(make, monkeypatch, caplog, fault):
+    """The trial run of a choice fails, or its recording: all 7 graphs of forwards are there, and answers are right."""
+    fails = {"trial": 1, "recording": 2}[fault]
+    calls = []
+
+    def failing(*_):
+        calls.append(None)
+        if len(calls) >= fails:
+            raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tinyserve.runner.held.token_mask", failing)
+        runner = make(Recorded(Recorder(), WANTED))
+        warm_up(runner)
+        while runner.improve():
+            pass
+    assert [record.message for record in caplog.records if "one by one" in record.message] and len(calls) == fails
+    assert len(runner.graphs._graphs) == 7 and not runner.graphs._choices
+    plain = make()
+    for step, other in zip(held(7, True), held(7, True), strict=True):
+        assert runner.launch(step).landing.result(10).slices == plain.launch(other).landing.result(10).slices
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("word", [0, -1])
+def test_a_start_notices_choices_that_do_not_obey_when_launched(make, monkeypatch, graphs, word):
+    """Launched ones do not see one word of a mask, the first or the last: no start."""
+    make_mask = runner_module.GrammarMask.of
+
+    def wrong(bits, *rest):
+        bits = bits.copy()
+        bits[:, word] = 0
+        return make_mask(bits, *rest)
+
+    monkeypatch.setattr(runner_module.GrammarMask, "of", wrong)
+    if graphs:
+        monkeypatch.setattr("tinyserve.runner.held.token_mask", lambda *_: None)
+    with pytest.raises(RuntimeError, match="do not obey masks"):
+        warm_up(make(Recorded(Recorder(), WANTED) if graphs else None))
+
+
+def test_a_model_without_numbers_says_nothing_of_masks(make):
+    """All logits are NaN: each request gets that error, and the start is not refused for another reason."""
+    runner = make()
+    runner.model.logits = lambda hidden: torch.full((len(hidden), VOCAB), torch.nan)
+    warm_up(runner)
 
 
 def only(token):

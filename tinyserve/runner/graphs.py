@@ -19,8 +19,9 @@ Before: runner/batch.py.  After: runner/runner.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -85,8 +86,8 @@ class Graphs(Protocol):
         """Replay it: nothing has been replayed since this shape's other graph."""
         ...
 
-    def no_choices(self) -> None:
-        """Forget all graphs of `choose`, and make no more."""
+    def no_choices(self) -> bool:
+        """Forget all graphs of `choose`, and make no more; returns whether there were any."""
         ...
 
     def shapes(self) -> list[Shape]:
@@ -137,8 +138,9 @@ class Eager:
     def choose(self, shape: Shape) -> None:
         """Nothing: none is recorded."""
 
-    def no_choices(self) -> None:
+    def no_choices(self) -> bool:
         """Nothing is recorded."""
+        return False
 
     def shapes(self) -> list[Shape]:
         """Nothing is recorded."""
@@ -328,18 +330,25 @@ class Recorded:
             self._missing.remove(shape)
         first = compute()
         if choose is not None and not self._chooseless:
-            choose(first)
+            with self._or_no_choices():
+                choose(first)
         del first
         graph, computed = self._device.record(compute, self._pool)
         if choose is not None and not self._chooseless:
-            try:
+            with self._or_no_choices():
                 self._choices[shape], _ = self._device.record(lambda: choose(computed), self._pool)
-            except RuntimeError as error:
-                _log.warning("choices held to grammars are launched one by one, which is slower: %s", error)
-                self.no_choices()
         logits = None if computed.logits is None else borrowed(computed.logits)
         self._fits.clear()
         self._graphs[shape] = graph, Computed(borrowed(computed.hidden), logits, computed.ended)
+
+    @contextlib.contextmanager
+    def _or_no_choices(self) -> Iterator[None]:
+        """Where a choice cannot be recorded, do without all of them."""
+        try:
+            yield
+        except RuntimeError as error:
+            _log.warning("choices held to grammars are launched one by one, which is slower: %s", error)
+            self.no_choices()
 
     def chooses(self, shape: Shape) -> bool:
         """Whether its choice was recorded."""
@@ -349,10 +358,11 @@ class Recorded:
         """Replay its choice."""
         self._choices[shape].replay()
 
-    def no_choices(self) -> None:
+    def no_choices(self) -> bool:
         """Do without them."""
-        self._chooseless = True
+        self._chooseless, any_there = True, bool(self._choices)
         self._choices.clear()
+        return any_there
 
     def close(self) -> None:
         """Free the graphs; their pool goes with the last one."""

@@ -142,14 +142,32 @@ def check_rings(runner: Runner) -> None:
 
 
 def check_masks(runner: Runner) -> None:
-    """See that a recorded choice obeys grammars, before anybody's does; if not, choices are launched one by one."""
-    most, vocab = min(runner.limits.max_seqs, 3), runner.model.vocab_size
-    for few in sorted({1, most}):
-        masks = _Masks(few, runner.limits.words or -(-vocab // 32), only=True)
-        given = _steps(runner, [1] * few, [GREEDY], masks=masks)[0].slices
-        if [piece.tokens for piece in given] != [(masks.token(row),) for row in range(few)]:
-            _log.warning("recorded choices do not obey masks on this device; they are launched one by one")
-            runner.graphs.no_choices()
+    """See that choices obey grammars, before anybody's do; if recorded ones do not, they are launched one by one.
+
+    Raises: RuntimeError: launched ones do not obey either.
+    """
+    if _obeys(runner):
+        return
+    if runner.graphs.no_choices():
+        _log.warning("recorded choices do not obey masks on this device; they are launched one by one")
+        if _obeys(runner):
+            return
+    if any(piece.bad for piece in _steps(runner, [1], [GREEDY])[0].slices):
+        return  # the model gives no numbers, which is told to each request
+    raise RuntimeError("Tokens do not obey masks on this device; answers would break the grammars they are held to.")
+
+
+def _obeys(runner: Runner) -> bool:
+    """Whether one row, and some, get the only token that a mask leaves: in its first word, and in its last."""
+    vocab = runner.model.vocab_size
+    words = runner.limits.words or -(-vocab // 32)
+    last = min(32 * words, vocab) - 1
+    for few in sorted({1, min(runner.limits.max_seqs, 3)}):
+        for tokens in ([1 + row for row in range(few)], [last - row for row in range(few)]):
+            given = _steps(runner, [1] * few, [GREEDY], masks=_Masks(few, words, tokens))[0].slices
+            if [piece.tokens for piece in given] != [(token,) for token in tokens]:
+                return False
+    return True
 
 
 def _all_kinds(runner: Runner) -> None:
@@ -176,14 +194,11 @@ class _Masks:
 
     begun = there = True
 
-    def __init__(self, rows: int, words: int, *, only: bool = False) -> None:
+    def __init__(self, rows: int, words: int, only: Sequence[int] = ()) -> None:
         self.slots = tuple(range(rows))
         self._bits = np.full((rows, words), 0 if only else -1, dtype=np.int32)
-        for row in range(rows) if only else ():
-            self._bits[row, 0] = 1 << self.token(row)
-
-    def token(self, row: int) -> int:
-        return 1 + row
+        for row, token in enumerate(only):
+            self._bits.view(np.uint32)[row, token // 32] = 1 << token % 32
 
     def result(self) -> np.ndarray:
         return self._bits
