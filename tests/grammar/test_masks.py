@@ -71,14 +71,14 @@ def test_what_has_to_come_is_what_the_mask_leaves(form, thought, stop, min_token
         assert (quick.ended, str(quick.error)) == (slow.ended, str(slow.error))
 
 
-def test_a_third_of_a_record_needs_no_mask():
-    """{"kind": "DEAL", "on": true}: of 25 tokens 14 or more follow without a look at the vocabulary."""
+def test_more_than_half_of_a_record_needs_no_mask():
+    """{"kind": "DEAL", "on": true}: of 28 tokens 17 follow without a look at the vocabulary."""
     match, free = matcher(json=RECORD), 0
     for token in b'{"kind": "DEAL", "on": true}':
         free += match.compiled() is None
         assert token in allowed(match)
         match.advance(token)
-    assert free >= 12
+    assert free == 17
 
 
 def test_masks_are_computed_at_once_unless_they_take_long(monkeypatch):
@@ -171,7 +171,7 @@ def test_a_mask_holds_nothing_of_the_step_before():
     pool = MaskPool(Workers("test-mask"), lambda rows, width: np.full((rows, width), -1, dtype=np.int32))
     pair = [matcher(regex="(a|b){40}"), matcher(THOUGHTS[2], choice=["abab"])]
     tokens = {0: 97, 1: THINK}
-    for step in range(6):
+    for step in range(30):
         masks = pool.masks(list(enumerate(pair)))
         masks.begin(waited=bool(step % 2))
         for row, match in zip(masks.result(), pair, strict=True):
