@@ -61,6 +61,7 @@ def test_text_and_native_values_give_the_same_option():
         ({"quantization": "hqq"}, "not built; it may be"),
         ({"api_key": ["k", ""]}, "--api-key is empty"),
         ({"api_key": [" "]}, "--api-key is empty"),
+        ({"model": ""}, "--model is empty"),
     ],
 )
 def test_wrong_options_are_refused_with_a_cure(values, message):

@@ -200,6 +200,7 @@ class EngineConfig:
         s, server = self.scheduler, self.server
         longest = self.model.max_model_len
         table = (
+            (not self.model.model, "--model is empty. Name a folder, a hub model, a .gguf file, or leave it out."),
             (not s.enable_chunked_prefill and (longest or 0) > (s.max_num_batched_tokens or 2**63),
              f"without chunked prefill, --max-num-batched-tokens ({s.max_num_batched_tokens}) must be at least "
              f"--max-model-len ({longest}), or long prompts could never run."),

@@ -1,5 +1,8 @@
 """The cache's tensors: their shapes, and that unequal layers can share one."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from tinyserve.kv.groups import LayerKV, bytes_per_block, group_layers
@@ -17,6 +20,22 @@ def test_one_pair_for_each_layer_of_a_group():
     assert [tensor.shape for pair in pairs for tensor in pair] == [(10, 2, 4, 8)] * 4
     assert all(not tensor.any() for pair in pairs for tensor in pair)
     assert sum(tensor.nbytes for pair in pairs for tensor in pair) == 10 * bytes_per_block(groups, layers, 4, 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads /proc")
+def test_blocks_take_memory_when_they_are_written_and_no_more():
+    """A token in each of 8 heads of 4 MB, K and V: 16 pages of 4 KB, where huge ones would be 32 MB."""
+    layers = [LayerKV(8, 64)]
+    ((k, v),) = allocate(group_layers(layers), layers, 1024, 16, torch.float32, CPU)
+
+    def resident():
+        (line,) = [line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Rss:")]
+        return int(line.split()[1]) // 4
+
+    before = resident()
+    for cache in (k, v):
+        cache[500, :, 3] = 1
+    assert 16 <= resident() - before < 512
 
 
 def test_layers_of_unequal_shape_share_a_pair_by_block():

@@ -70,6 +70,7 @@ def test_names_inside_a_model_that_also_sees(base, layers, tmp_path):
 @pytest.mark.parametrize("more, message", [
     ({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"peft_type": "IA3"}, "only LORA"), ({"init_lora_weights": "pissa"}, "base weights"),
+    ({"r": -1}, "r must be a positive integer"), ({"r": 8.5}, "r must be a positive integer"),
     ({"something_new": {"x": 1}}, "something_new"), ({"lora_alpha": "8"}, "lora_alpha must be a finite number"),
     ({"lora_alpha": math.nan}, "lora_alpha must be a finite"), ({"lora_alpha": 1e308}, "numbers that are not finite"),
     ({"lora_alpha": 10**400}, "lora_alpha must be a finite"), ({"spread": math.inf}, "numbers that are not finite"),

@@ -20,10 +20,12 @@ Before: kv/groups.py says how layers are grouped.  After: models/decoder.py bind
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+import sys
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,11 +120,16 @@ def _coded(shape: tuple[int, ...], heads: int, dtype: torch.dtype, device: torch
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of this shape. On the CPU the system's own zero pages, which take memory and time when first written:
-    filling a cache of 6 GiB takes 20 s at start, most of it for blocks that a laptop never uses.
+    filling a cache of 6 GiB takes 20 s at start, most of it for blocks that a laptop never uses. And small ones: a
+    sequence writes a few KB for each head and layer, and a huge page for each would be most of the cache.
     """
-    if device.type != "cpu" or 0 in shape:
+    if device.type != "cpu" or 0 in shape or sys.platform == "win32":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # lives as long as its tensor
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, or one without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def layer_view(tensor: Tensor | CodedCache, layer: LayerKV) -> Tensor | CodedCache:

@@ -171,6 +171,9 @@ def _check(config: Mapping[str, Any], path: str) -> None:
             raise CheckpointError(
                 f"{path}: {shown(key)} = {shown(value)} is more than a low-rank addition, and is not built."
             )
+    rank = config.get("r")
+    if rank is not None and (type(rank) is not int or rank < 1):
+        raise CheckpointError(f"{path}: r must be a positive integer, is {shown(rank)}.")
     began = config.get("init_lora_weights", True)
     if began not in BEGUN:
         raise CheckpointError(
