@@ -191,6 +191,61 @@ def _of_group(scales_ptr, added_ptr, outer_ptr, row, group, G, ADDED: tl.constex
 
 
 @triton.jit
+def _read(
+    low_ptr,
+    high_ptr,
+    scales_ptr,
+    added_ptr,
+    outer_ptr,
+    row,
+    tile,
+    lane,
+    inside,
+    low_elements,
+    high_elements,
+    G,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADDED: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Low words, high words moved to them, scales of their groups, and what is added.
+
+    Args: row: int64; tile: which of the row's; lane: low word in its tile; inside: is it before column K.
+    """
+    LANES: tl.constexpr = TILE * LOW // 16
+    SPAN: tl.constexpr = TILE * HIGH // 16
+    low = tl.load(low_ptr + row * low_elements + tile * LANES + lane, mask=inside, other=0).to(tl.int32)
+    high = _moved(high_ptr + row * high_elements, tile * SPAN, lane, inside, LOW, HIGH, SPAN)
+    group = tl.minimum(tile * TILE // WIDTH, G - 1)
+    scale, added = _of_group(scales_ptr, added_ptr, outer_ptr, row, group, G, ADDED, NESTED)
+    return low, high, scale, added
+
+
+@triton.jit
+def _weight(
+    low,
+    high,
+    scale,
+    added,
+    table_ptr,  # [16]; read if TABLE
+    place: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ADDED: tl.constexpr,
+    TABLE: tl.constexpr,
+):
+    """float32 of the weights at one place of their words, all that `_read` gave."""
+    number = _number(low, high, table_ptr, place, LOW, HIGH, MIDDLE, TABLE) * (2.0 ** (-LOW * place)) * scale
+    if ADDED:
+        number += added
+    return number
+
+
+@triton.jit
 def _planes_dense_kernel(
     low_ptr,  # [N, low_elements]
     high_ptr,  # [N, high_elements]; read if HIGH
@@ -214,19 +269,16 @@ def _planes_dense_kernel(
     BLOCK_K: tl.constexpr,
 ):
     LANES: tl.constexpr = TILE * LOW // 16
-    SPAN: tl.constexpr = TILE * HIGH // 16
     row = tl.program_id(0).to(tl.int64)
     tile = (tl.program_id(1) * (BLOCK_K // TILE) + tl.arange(0, BLOCK_K // TILE))[:, None]
     lane = tl.arange(0, LANES)[None, :]
     inside = tile * TILE + lane * 0 < K
-    low = tl.load(low_ptr + row * low_elements + tile * LANES + lane, mask=inside, other=0).to(tl.int32)
-    high = _moved(high_ptr + row * high_elements, tile * SPAN, lane, inside, LOW, HIGH, SPAN)
-    group = tl.minimum(tile * TILE // WIDTH, G - 1)
-    scale, added = _of_group(scales_ptr, added_ptr, outer_ptr, row, group, G, ADDED, NESTED)
+    low, high, scale, added = _read(
+        low_ptr, high_ptr, scales_ptr, added_ptr, outer_ptr, row, tile, lane, inside,
+        low_elements, high_elements, G, LOW, HIGH, TILE, WIDTH, ADDED, NESTED,
+    )  # fmt: skip
     for place in tl.static_range(16 // LOW):
-        number = _number(low, high, table_ptr, place, LOW, HIGH, MIDDLE, TABLE) * (2.0 ** (-LOW * place)) * scale
-        if ADDED:
-            number += added
+        number = _weight(low, high, scale, added, table_ptr, place, LOW, HIGH, MIDDLE, ADDED, TABLE)
         column = tile * TILE + place * LANES + lane
         tl.store(out_ptr + row * K + column, number.to(out_ptr.dtype.element_ty), mask=column < K)
 
@@ -262,7 +314,6 @@ def _planes_gemv_kernel(
 ):
     start_next(PDL)
     LANES: tl.constexpr = TILE * LOW // 16
-    SPAN: tl.constexpr = TILE * HIGH // 16
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(row, N - 1)  # rows past the end read the last one again, and are not stored
     wide = read.to(tl.int64)[:, None, None]
@@ -274,10 +325,10 @@ def _planes_gemv_kernel(
     for start in range(0, K, BLOCK_K):
         tile = start // TILE + tiles
         inside = (tile * TILE + lane * 0 < K) & (wide >= 0)
-        low = tl.load(low_ptr + wide * low_elements + tile * LANES + lane, mask=inside, other=0).to(tl.int32)
-        high = _moved(high_ptr + wide * high_elements, tile * SPAN, lane, inside, LOW, HIGH, SPAN)
-        group = tl.minimum(tile * TILE // WIDTH, G - 1)
-        scale, added = _of_group(scales_ptr, added_ptr, outer_ptr, wide, group, G, ADDED, NESTED)
+        low, high, scale, added = _read(
+            low_ptr, high_ptr, scales_ptr, added_ptr, outer_ptr, wide, tile, lane, inside,
+            low_elements, high_elements, G, LOW, HIGH, TILE, WIDTH, ADDED, NESTED,
+        )  # fmt: skip
         part = tl.zeros(total.shape, tl.float32)
         sums = tl.zeros([1, BLOCK_K // TILE, LANES], tl.float32)
         for place in tl.static_range(16 // LOW):
@@ -332,7 +383,6 @@ def _planes_gemm_kernel(
 ):
     start_next(PDL)
     LANES: tl.constexpr = TILE * LOW // 16
-    SPAN: tl.constexpr = TILE * HIGH // 16
     split = tl.program_id(2)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(row, N - 1)[:, None].to(tl.int64)
@@ -347,14 +397,12 @@ def _planes_gemm_kernel(
     for start in tl.range(split * share, split * share + share, BLOCK_K, num_stages=STAGES):
         tile = (start // TILE + element // LANES)[None, :]
         inside = (tile * TILE < K) & (read >= 0)
-        low = tl.load(low_ptr + read * low_elements + tile * LANES + lane, mask=inside, other=0).to(tl.int32)
-        high = _moved(high_ptr + read * high_elements, tile * SPAN, lane, inside, LOW, HIGH, SPAN)
-        group = tl.minimum(tile * TILE // WIDTH, G - 1)
-        scale, added = _of_group(scales_ptr, added_ptr, outer_ptr, read, group, G, ADDED, NESTED)
+        low, high, scale, added = _read(
+            low_ptr, high_ptr, scales_ptr, added_ptr, outer_ptr, read, tile, lane, inside,
+            low_elements, high_elements, G, LOW, HIGH, TILE, WIDTH, ADDED, NESTED,
+        )  # fmt: skip
         for place in tl.static_range(16 // LOW):
-            number = _number(low, high, table_ptr, place, LOW, HIGH, MIDDLE, TABLE) * (2.0 ** (-LOW * place)) * scale
-            if ADDED:
-                number += added
+            number = _weight(low, high, scale, added, table_ptr, place, LOW, HIGH, MIDDLE, ADDED, TABLE)
             column = tile * TILE + place * LANES + lane
             x = tl.load(x_row + column, mask=(token[:, None] < M) & (column < K), other=0.0)
             total = tl.dot(number.to(x.dtype), tl.trans(x), total, input_precision="ieee")
