@@ -18,7 +18,7 @@ from tinyserve.runner.batch import Shape
 from tinyserve.runner.graphs import CROWD_PROMPTS, MIXED_PROMPTS, Recorded, Wanted, decode_sizes, first_sizes
 from tinyserve.runner.hands import Hands, by_graph
 from tinyserve.runner.runner import Limits, Runner
-from tinyserve.runner.warmup import check_rings, graph_bytes, warm_up
+from tinyserve.runner.warmup import check_rings, every_step, graph_bytes, rehearse, warm_up
 from tinyserve.sampling.sampler import Sampler
 from tinyserve.step import Decodes, RowParams, SeqSlice, SlotOpening, StepInput, TableEdit
 
@@ -142,6 +142,25 @@ def test_graphs_change_nothing(make):
     assert torch.equal(graphed.rows.tokens[:-1], plain.rows.tokens[:-1])
     replayed = {shape for shape, (graph, _) in graphed.graphs._graphs.items() if graph.replays}
     assert {shape.is_decode for shape in replayed} == {True, False} and len(replayed) >= 4
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_steps_of_as_many_tokens_as_sequences_can_be_warmed_up(most):
+    """--max-num-batched-tokens may be as small as --max-num-seqs; no step of the start may hold more tokens."""
+    limits = evolve(LIMITS, rows=most, max_seqs=most, max_tokens=most)
+    graphs = Recorded(Recorder(), Wanted.usual(most, most, small=True))
+    sampler = Sampler(limits.rows, VOCAB, limits.max_model_len, torch.device("cpu"))
+    runner = Runner(Told(), sampler, limits, Device("cpu"), graphs)
+    graphs._device.batches = runner.batches
+    try:
+        rehearse(runner)
+        every_step(runner)
+        warm_up(runner)
+        slices = (SeqSlice(0, 0, 1, (), True),)
+        opened = (SlotOpening(0, 1, (3,), RowParams(temperature=0.0)),)
+        assert runner.launch(StepInput(step_id=0, opened=opened, slices=slices)).landing.result(10).slices[0].tokens
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize("most", [256, 1000])

@@ -112,18 +112,20 @@ def every_step(runner: Runner) -> None:
 
 def warm_up(runner: Runner) -> None:
     """Run what libraries load when it is first used, and record the graphs that a start waits for."""
-    few = min(runner.limits.max_seqs, 16)
-    for counts, params in (
-        ([max(1, min(runner.limits.max_tokens, runner.limits.max_model_len - 2))], GREEDY),
-        ([2] * few, EDITED),
-        ([2] * min(few, 3), REPORTED[-1]),
-    ):
+    longest = max(1, min(runner.limits.max_tokens, runner.limits.max_model_len - 2))
+    for counts, params in (([longest], GREEDY), (_pairs(runner, 16), EDITED), (_pairs(runner, 3), REPORTED[-1])):
         _steps(runner, counts, [params], decodes=1)
     while (shape := runner.graphs.next(early=True)) is not None:
         runner.record(shape)
     runner.device.synchronize()
     check_rings(runner)
     check_masks(runner)
+
+
+def _pairs(runner: Runner, most: int) -> list[int]:
+    """Counts of so many prompts of two tokens, or of as many as one step takes; of one token if it takes only that."""
+    limits = runner.limits
+    return [2] * min(most, limits.max_seqs, limits.max_tokens // 2) or [1]
 
 
 def check_rings(runner: Runner) -> None:
@@ -133,7 +135,7 @@ def check_rings(runner: Runner) -> None:
     """
     runner.batches.home.fill_(-1)
     rounds = 2 * runner.limits.depth + 2  # the ring has depth + 1 slots
-    outputs = _steps(runner, [2], [GREEDY], decodes=max(min(rounds, runner.limits.max_model_len - 3), 0))
+    outputs = _steps(runner, _pairs(runner, 1), [GREEDY], decodes=max(min(rounds, runner.limits.max_model_len - 3), 0))
     tokens = [token for output in outputs for piece in output.slices for token in piece.tokens]
     if min(tokens) < 0 or not runner.batches.agrees():
         raise RuntimeError(
