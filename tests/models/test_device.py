@@ -3,8 +3,8 @@
 | asked | of which weights | in | what must hold |
 | --- | --- | --- | --- |
 | logits of two ragged prompts | wide: tests/oracles.py | float32 | 1e-4 from transformers |
-| 64 greedy tokens through the engine, of the first config | wide | float32 | transformers' choice, ties aside |
-| the same of the second config, with log-probabilities | untouched, as below | bfloat16 | BEST and MEAN |
+| 64 greedy tokens through the engine | wide | float32 | transformers' choice, ties aside |
+| the same, with log-probabilities | untouched, as below | bfloat16 | BEST and MEAN |
 | logits of two ragged prompts | untouched: exactly as transformers draws them | bfloat16 | BEST and MEAN |
 | the same | mild: a spread of 0.05, more than twice what transformers draws | bfloat16 | BEST and MEAN |
 | logits of two ragged prompts, of the first config | wide | bfloat16 | as close to float32 as transformers is |
@@ -111,11 +111,11 @@ def test_bfloat16_is_close_to_float32(name, weights, tmp_path, device, record_pr
     assert wrong == 0
 
 
-def test_64_greedy_tokens_through_the_engine(name, tmp_path, device, monkeypatch, record_property):
+@pytest.mark.parametrize(("dtype", "weights"), [("float32", "wide"), ("bfloat16", "untouched")])
+def test_64_greedy_tokens_through_the_engine(name, dtype, weights, tmp_path, device, monkeypatch, record_property):
     """Chunks of 12 tokens, 12 blocks of 16 positions for three sequences of up to 85, 4 where layers do not see all,
     and a beginning that the last prompt shares. At each place the token is the reference's after what stands before it,
     unless its best two are nearly equal there."""
-    dtype, weights = ("float32", "wide") if name in FAMILIES else ("bfloat16", "untouched")
     folder = saved(name, tmp_path, weights)
     first = oracles.prompt(21)
     prompts = [first, oracles.prompt(8, seed=1), oracles.prompt(19, seed=2), first[:17] + oracles.prompt(3, seed=3)]
@@ -135,7 +135,7 @@ def test_64_greedy_tokens_through_the_engine(name, tmp_path, device, monkeypatch
     best = expected.topk(2).values
     wrong = (ids != expected.argmax(-1)) & (best[:, 0] - best[:, 1] > (TIE if dtype == "float32" else BEST))
     apart = (torch.tensor(served.logprobs).flatten() - expected.gather(1, ids[:, None])[:, 0]).abs()
-    record_property("engine", (apart.mean().item(), int(wrong.sum())))
+    record_property(f"engine {dtype}", (apart.mean().item(), int(wrong.sum())))
 
     assert wrong.sum() == 0
     assert apart.max() <= TIE if dtype == "float32" else apart.mean() < MEAN
