@@ -229,11 +229,19 @@ def test_a_bad_row_fails_its_own_request_only():
     assert good_texts[0] == run(all_answers())[0][0][0]
 
 
+async def busy(sampling):
+    """An engine of 5 ms a step, its runner, and an answer whose first tokens are there."""
+    runner = ToyRunner(letters, seconds=0.005)
+    engine = await start(letters, runner=runner)
+    running = asyncio.ensure_future(answer(engine.generate("x", sampling)))
+    while runner.steps < 4:
+        await asyncio.sleep(0.002)
+    return engine, runner, running
+
+
 def test_pause_abort_ends_what_runs_and_refuses_until_resume():
     async def work():
-        engine = await start(letters, runner=ToyRunner(letters, seconds=0.005))
-        running = asyncio.ensure_future(answer(engine.generate("x", SamplingParams(temperature=0, max_tokens=200))))
-        await asyncio.sleep(0.05)
+        engine, _, running = await busy(SamplingParams(temperature=0, max_tokens=200))
         await engine.pause("abort")
         assert_idle(engine)
         _, ids, last, _ = await running
@@ -247,14 +255,17 @@ def test_pause_abort_ends_what_runs_and_refuses_until_resume():
     run(work())
 
 
-def test_pause_wait_lets_running_requests_finish():
+@pytest.mark.parametrize("earlier", ["none", "keep"])
+def test_pause_wait_lets_running_requests_finish(earlier):
+    """All 12 tokens, and then nothing runs. It waited for ever for what an earlier pause kept."""
+
     async def work():
-        engine = await start(letters, runner=ToyRunner(letters, seconds=0.005))
-        running = asyncio.ensure_future(answer(engine.generate("x", GREEDY)))
-        await asyncio.sleep(0.02)
-        await engine.pause("wait")
+        engine, _, running = await busy(GREEDY)
+        if earlier == "keep":
+            await engine.pause("keep")
+        await asyncio.wait_for(engine.pause("wait"), 5)
         assert_idle(engine)
-        assert len((await running)[1][0]) == 12
+        assert len((await running)[1][0]) == 12 and engine.is_paused
         with pytest.raises(Overloaded):
             await anext(engine.generate("x", GREEDY))
         await engine.close()
@@ -266,10 +277,7 @@ def test_pause_keep_freezes_and_goes_on_where_it_was():
     """No step runs during 50 ms of pause; a request made meanwhile queues; both give their usual 12 tokens."""
 
     async def work():
-        runner = ToyRunner(letters, seconds=0.005)
-        engine = await start(letters, runner=runner)
-        first = asyncio.ensure_future(answer(engine.generate("x", GREEDY)))
-        await asyncio.sleep(0.02)
+        engine, runner, first = await busy(GREEDY)
         await engine.pause("keep")
         steps = runner.steps
         second = asyncio.ensure_future(answer(engine.generate("x", GREEDY)))
@@ -284,29 +292,9 @@ def test_pause_keep_freezes_and_goes_on_where_it_was():
     assert texts == [run(all_answers())[0][0][0]] * 2
 
 
-def test_pause_wait_goes_on_with_what_an_earlier_pause_keeps():
-    """It waited for ever for requests that it did not let go on: 12 tokens, and then nothing runs."""
-
-    async def work():
-        engine = await start(letters, runner=ToyRunner(letters, seconds=0.005))
-        kept = asyncio.ensure_future(answer(engine.generate("x", GREEDY)))
-        await asyncio.sleep(0.02)
-        await engine.pause("keep")
-        await asyncio.wait_for(engine.pause("wait"), 5)
-        assert_idle(engine)
-        _, ids, _, _ = await kept
-        assert len(ids[0]) == 12 and engine.is_paused
-        await engine.close()
-
-    run(work())
-
-
 def test_close_while_running_ends_readers_and_gives_the_memory_back():
     async def work():
-        runner = ToyRunner(letters, seconds=0.005)
-        engine = await start(letters, runner=runner)
-        running = asyncio.ensure_future(answer(engine.generate("x", SamplingParams(temperature=0, max_tokens=200))))
-        await asyncio.sleep(0.03)
+        engine, runner, running = await busy(SamplingParams(temperature=0, max_tokens=200))
         await engine.close()
         _, _, last, _ = await running
         assert last[0].finish_reason is FinishReason.ABORT
@@ -341,9 +329,7 @@ def test_close_drains_when_told_to():
     """12 tokens of 5 ms fit into a drain of 5 s, so the reader gets all of them."""
 
     async def work():
-        engine = await start(letters, runner=ToyRunner(letters, seconds=0.005))
-        running = asyncio.ensure_future(answer(engine.generate("x", GREEDY)))
-        await asyncio.sleep(0.02)
+        engine, _, running = await busy(GREEDY)
         await engine.close(drain_seconds=5)
         return await running
 

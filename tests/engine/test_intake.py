@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import numpy
 import pytest
 
 from tinyserve.engine.fanout import child_seed, total_usage
@@ -65,7 +66,6 @@ def test_text_is_held_to_the_vocabulary_of_the_model(form):
 
 
 def test_numpy_integers_are_token_ids():
-    numpy = pytest.importorskip("numpy")
     assert request(numpy.array([97, 98])).prompt_ids == (97, 98)
 
 

@@ -205,17 +205,23 @@ def test_large_steps_launched_aside_change_nothing(make):
     assert len(threads) == 2 and threading.get_ident() in threads
 
 
-def test_nobody_waits_for_masks_where_steps_are_launched(make):
-    """A step behind another, and one alone: both calls return while masks are computed, and their tokens obey them."""
+def opened_aside(make):
+    """A runner with a thread beside it that takes every step for a quick one; row 0 has computed a prompt of 3."""
     runner = make(Recorded(Recorder(), WANTED))
     runner._hands = Hands()
     runner._is_quick = lambda step: True
     warm_up(runner)
     runner.launch_aside()
-    bits = [Future(), Future()]
-    behind, alone = (Masks([(0, None)], lambda *_, future=future: future) for future in bits)
     opened = (SlotOpening(0, 3, (1, 2, 3), RowParams(temperature=0.0)),)
     runner.launch(StepInput(step_id=0, opened=opened, slices=(SeqSlice(0, 0, 3),))).landing.result(10)
+    return runner
+
+
+def test_nobody_waits_for_masks_where_steps_are_launched(make):
+    """A step behind another, and one alone: both calls return while masks are computed, and their tokens obey them."""
+    runner = opened_aside(make)
+    bits = [Future(), Future()]
+    behind, alone = (Masks([(0, None)], lambda *_, future=future: future) for future in bits)
 
     first = runner.launch(StepInput(step_id=1, slices=(SeqSlice(0, 3, 1),), masks=behind)).landing
     behind.begin()
@@ -230,27 +236,21 @@ def test_nobody_waits_for_masks_where_steps_are_launched(make):
 
 def test_with_masks_that_are_there_the_choice_is_launched_by_who_brings_them(make):
     """No other thread has to be woken: 1 choice behind a forward, in the thread that asked for the masks."""
-    runner = make(Recorded(Recorder(), WANTED))
-    runner._hands = Hands()
-    runner._is_quick = lambda step: True
-    warm_up(runner)
-    runner.launch_aside()
+    runner = opened_aside(make)
     threads, finish = [], runner._finish
     runner._finish = lambda begun: threads.append(threading.get_ident()) or finish(begun)
     there = Future()
     there.set_result(only(9))
     masks = Masks([(0, None)], lambda *_: there)
-    opened = (SlotOpening(0, 3, (1, 2, 3), RowParams(temperature=0.0)),)
-    runner.launch(StepInput(step_id=0, opened=opened, slices=(SeqSlice(0, 0, 3),))).landing.result(10)
     flight = runner.launch(decodes((0,), [3], 1, masks=masks)[0]).landing
-    assert len(threads) == 1 and not flight.done()
+    assert not threads and not flight.done()
     masks.begin(waited=True)
-    assert threads[1:] == [threading.get_ident()]
+    assert threads == [threading.get_ident()]
     assert flight.result(10).slices[0].tokens == (9,)
     reports = Masks([(0, None)], lambda *_: there)  # a step of other slices may report on prompts: not here
     flight = runner.launch(StepInput(step_id=2, slices=(SeqSlice(0, 4, 1),), masks=reports)).landing
     reports.begin(waited=True)
-    assert flight.result(10).slices[0].tokens == (9,) and threads[2] != threading.get_ident()
+    assert flight.result(10).slices[0].tokens == (9,) and threads[1] != threading.get_ident()
 
 
 def test_what_brings_an_adapter_is_launched_aside(make):

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import ssl
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,22 @@ KEYS = Path(__file__).parent.parent / "data" / "tls"
 def install(number, folder, key=None):
     shutil.copy(KEYS / f"cert{number}.pem", folder / "cert.pem")
     shutil.copy(KEYS / f"key{key or number}.pem", folder / "key.pem")
+
+
+def options(folder):
+    return {"ssl_certfile": str(folder / "cert.pem"), "ssl_keyfile": str(folder / "key.pem")}
+
+
+@asynccontextmanager
+async def serving(folder):
+    """The port of a server that shows the first certificate."""
+    install(1, folder)
+    service = service_of(FakeEngine(), port=0, **options(folder))
+    server = Server(service, open_socket(service.config.server))
+    await server.start()
+    assert server.address.startswith("https://")
+    yield int(server.address.rsplit(":", 1)[1])
+    await server.stop()
 
 
 async def shown(port):
@@ -42,21 +59,14 @@ def test_a_new_certificate_is_shown_without_a_restart(run, tmp_path, monkeypatch
     monkeypatch.setattr(tls, "LOOK_SECONDS", 0.05)
 
     async def go():
-        install(1, tmp_path)
-        files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
-        service = service_of(FakeEngine(), port=0, **files)
-        server = Server(service, open_socket(service.config.server))
-        await server.start()
-        assert server.address.startswith("https://")
-        port = int(server.address.rsplit(":", 1)[1])
-        assert await shown(port) == (binary(1), b"200")
-        install(2, tmp_path, key=1)
-        await asyncio.sleep(0.3)
-        assert await shown(port) == (binary(1), b"200")
-        install(2, tmp_path)
-        await asyncio.sleep(0.3)
-        assert await shown(port) == (binary(2), b"200")
-        await server.stop()
+        async with serving(tmp_path) as port:
+            assert await shown(port) == (binary(1), b"200")
+            install(2, tmp_path, key=1)
+            await asyncio.sleep(0.3)
+            assert await shown(port) == (binary(1), b"200")
+            install(2, tmp_path)
+            await asyncio.sleep(0.3)
+            assert await shown(port) == (binary(2), b"200")
 
     run(go())
 
@@ -66,20 +76,14 @@ def test_only_http_1_is_offered_and_what_is_none_is_told_so(run, tmp_path, caplo
     monkeypatch.setattr(spoken, "SWALLOW_SECONDS", 0.2)
 
     async def go():
-        install(1, tmp_path)
-        files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
-        service = service_of(FakeEngine(), port=0, **files)
-        server = Server(service, open_socket(service.config.server))
-        await server.start()
         context = ssl.create_default_context(cafile=KEYS / "cert1.pem")
         context.set_alpn_protocols(["h2", "http/1.1"])
-        port = int(server.address.rsplit(":", 1)[1])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
-        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
-        writer.write(b"hello\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 400")
-        writer.close()
-        await server.stop()
+        async with serving(tmp_path) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+            assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
+            writer.write(b"hello\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 400")
+            writer.close()
 
     run(go())
     assert not caplog.records
@@ -87,9 +91,8 @@ def test_only_http_1_is_offered_and_what_is_none_is_told_so(run, tmp_path, caplo
 
 def test_files_that_do_not_fit_are_refused_at_the_start(tmp_path):
     install(1, tmp_path, key=2)
-    files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
     with pytest.raises(ConfigError, match="ssl-certfile"):
-        tls.Certificates(service_of(None, **files).config.server)
+        tls.Certificates(service_of(None, **options(tmp_path)).config.server)
     (tmp_path / "key.pem").unlink()
     with pytest.raises(ConfigError, match="ssl-certfile"):
-        tls.Certificates(service_of(None, **files).config.server)
+        tls.Certificates(service_of(None, **options(tmp_path)).config.server)
