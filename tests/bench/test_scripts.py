@@ -21,7 +21,6 @@ def test_a_quantile_of_what_was_counted_between_two_looks():
 
 
 def test_the_picture_of_the_anchor_rows(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     file = tmp_path / "rows.png"
     monkeypatch.setattr("sys.argv", ["plot.py", "--out", str(file)])
     monkeypatch.syspath_prepend(str(BENCH))

@@ -111,7 +111,6 @@ PRESETS = [
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_the_library_writes(preset, tmp_path):
     """Compressed by the library: codes give its own decompressed numbers within 1e-3 (NVFP4: bf16, which it makes)."""
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme

@@ -92,7 +92,6 @@ def test_experts_keep_their_codes(case, tmp_path):
 @pytest.mark.parametrize("preset", ["W4A16", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16"])
 def test_what_the_library_writes(preset, tmp_path):
     """Experts compressed by compressed-tensors: the layer output of its own decompressed numbers within 1e-3."""
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
@@ -157,7 +156,8 @@ def test_mxfp4_of_gpt_oss(tmp_path):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
     torch.testing.assert_close(logits(open_model(folder)), expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
 
-    decode = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors as decode
+
     name = "model.layers.0.mlp.experts.gate_up_proj"
     theirs = decode(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)  # [E, inputs, outputs]
     ours = load_file(plain / "model.safetensors")[name]

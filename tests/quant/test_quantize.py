@@ -143,7 +143,6 @@ def test_several_files_and_modules_left_out(plain, tmp_path, monkeypatch):
 
 def test_the_library_reads_it(plain, tmp_path):
     """int4 through transformers and compressed-tensors: its logits are ours, to 2 % of their size (bfloat16)."""
-    pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
     out = quantised(plain, tmp_path / "out", "--scheme", "int4", "--group-size", "32")
