@@ -429,6 +429,11 @@ def test_repeated_steps_give_what_they_would_alone(make):
     assert tokens(graphed) == tokens(plain)
     assert torch.equal(graphed.rows.tokens[:4], plain.rows.tokens[:4])
     assert len(repeated) == 11 + 2 + 2
+    first, again = decodes(two, [5, 23], 2)
+    graphed.launch(first).landing.result(10)
+    graphed.graphs.close()
+    with pytest.raises(KeyError):  # a step of old results would go unnoticed
+        graphed.launch(again)
 
 
 def test_a_start_records_a_few_and_idle_time_the_rest(make):

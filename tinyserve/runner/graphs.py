@@ -68,6 +68,10 @@ class Graphs(Protocol):
         """Return compute(), or the result of a graph that does the same."""
         ...
 
+    def replay(self, shape: Shape) -> Computed:
+        """Replay the graph of this shape, which must be there."""
+        ...
+
     def next(self, *, early: bool = False) -> Shape | None:
         """The shape to record next, None if there is none left; early: of those that a start waits for."""
         ...
@@ -121,6 +125,10 @@ class Eager:
     def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:
         """Return compute()."""
         return compute()
+
+    def replay(self, shape: Shape) -> Computed:
+        """There is none to replay."""
+        raise KeyError(shape)
 
     def next(self, *, early: bool = False) -> Shape | None:
         """There is nothing to record."""
@@ -291,10 +299,11 @@ class Recorded:
 
     def run(self, views: Views, compute: Callable[[], Computed]) -> Computed:
         """Replay the graph of this shape; without one, compute."""
-        found = self._graphs.get(views.shape)
-        if found is None:
-            return compute()
-        graph, computed = found
+        return self.replay(views.shape) if views.shape in self._graphs else compute()
+
+    def replay(self, shape: Shape) -> Computed:
+        """Replay it; KeyError if there is none."""
+        graph, computed = self._graphs[shape]
         graph.replay()
         return computed
 

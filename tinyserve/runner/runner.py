@@ -253,7 +253,7 @@ class Runner:
         """Queue such a step: nothing has to be found out, and no tensor is touched from here."""
         started, order, forward = time.perf_counter(), self._before.order, self._before.forward
         self.batches.resend(step.slices, forward.shape)
-        self.graphs.run(forward.views, lambda: forward.computed)
+        self.graphs.replay(forward.shape)
         event = self._events[self.batches.slot]
         event.record(self._before.stream)
         return _Launched(step, order, order, self.batches.given(forward.shape.seqs), None, {}, {}, event, started)
