@@ -22,13 +22,6 @@ def gpu() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def pytest_collection_modifyitems(items):
-    if gpu() is None:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
 def pytest_generate_tests(metafunc):
     if "device" not in metafunc.fixturenames:
         return
