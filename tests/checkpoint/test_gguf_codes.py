@@ -40,17 +40,20 @@ def prompt_and_more(model, tokens):
     return torch.cat((paged.step({row: len(tokens) - 1})[row], paged.step({row: 1})[row]))
 
 
+def saved(folder, monkeypatch, kind, family, config):
+    """A file of random weights whose matrices are blocks of this kind."""
+    monkeypatch.setattr(test_load_gguf, "Q8", gguf.GGMLQuantizationType[kind])
+    plain = oracles.save_config(config, folder / "checkpoint")
+    return test_load_gguf.write(folder / "model.gguf", family, plain, config, quantized=True)
+
+
 @pytest.mark.parametrize("kind, ratio", [("Q4_1", 1.15), ("Q8_0", 1.15), ("Q5_0", 1.15)])
 def test_a_model_is_kept_in_its_blocks(kind, ratio, tmp_path, monkeypatch):
     """By interpreted kernels, the table and its tied head in one: logits within 1e-3 of dense numbers', and little more
     memory than the file has bytes."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}  # fmt: skip
-    config = oracles.llama(**sizes)
-    monkeypatch.setitem(oracles.CONFIGS, "for-gguf", lambda: config)
-    monkeypatch.setattr(test_load_gguf, "Q8", gguf.GGMLQuantizationType[kind])
-    folder = oracles.save("for-gguf", tmp_path / "checkpoint")
-    path = test_load_gguf.write(tmp_path / "model.gguf", "llama", folder, config, quantized=True)
+    path = saved(tmp_path, monkeypatch, kind, "llama", oracles.llama(**sizes))
     tokens = oracles.prompt(12)
     expected = prompt_and_more(load_model(resolve(str(path)), dtype="float32"), tokens)
 
@@ -73,10 +76,7 @@ def test_experts_are_kept_in_their_blocks(kind, tmp_path, monkeypatch):
     """Qwen3-MoE by interpreted kernels, 11 tokens and then one: logits within 1e-3 of dense numbers'."""
     config = test_load_gguf.config_of("qwen3moe")
     config.num_hidden_layers = 1
-    monkeypatch.setitem(oracles.CONFIGS, "for-gguf", lambda: config)
-    monkeypatch.setattr(test_load_gguf, "Q8", gguf.GGMLQuantizationType[kind])
-    folder = oracles.save("for-gguf", tmp_path / "checkpoint")
-    path = test_load_gguf.write(tmp_path / "model.gguf", "qwen3moe", folder, config, quantized=True)
+    path = saved(tmp_path, monkeypatch, kind, "qwen3moe", config)
     tokens = oracles.prompt(12)
     expected = prompt_and_more(load_model(resolve(str(path)), dtype="float32"), tokens)
 

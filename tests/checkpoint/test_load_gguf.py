@@ -272,14 +272,9 @@ def config_of(family):
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
+def checkpoint(tmp_path):
     """(family) -> folder with a checkpoint of `config_of(family)`."""
-
-    def get(family):
-        monkeypatch.setitem(oracles.CONFIGS, "for-gguf", lambda: config_of(family))
-        return oracles.save("for-gguf", tmp_path / family)
-
-    return get
+    return lambda family: oracles.save_config(config_of(family), tmp_path / family)
 
 
 def logits(path, tokens):

@@ -21,19 +21,6 @@ LENGTHS = (37, 11)  # more than one window (4 to 6), more than llama3's and yarn
 DECODES = 3
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Folder of a family's checkpoint, saved once."""
-    folders = {}
-
-    def get(name):
-        if name not in folders:
-            folders[name] = oracles.save(name, tmp_path_factory.mktemp(name))
-        return folders[name]
-
-    return get
-
-
 def open_model(folder):
     return load_model(resolve(str(folder)), dtype="float32")
 

@@ -24,19 +24,6 @@ LENGTHS = (37, 11)
 DECODES = 3
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Folder of a family's checkpoint, saved once."""
-    folders = {}
-
-    def get(name):
-        if name not in folders:
-            folders[name] = oracles.save_config(CONFIGS[name](), tmp_path_factory.mktemp(name))
-        return folders[name]
-
-    return get
-
-
 def open_model(folder, dtype="float32"):
     return load_model(resolve(str(folder)), dtype=dtype)
 

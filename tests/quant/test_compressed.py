@@ -1,4 +1,4 @@
-"""Compressed-tensors checkpoints, against the library that writes them where it is installed, and by hand where not."""
+"""Compressed-tensors checkpoints, against the library that writes them, and packed by hand."""
 
 import json
 
@@ -108,9 +108,8 @@ PRESETS = [
 ]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_what_the_library_writes(preset, tmp_path):
-    """Compressed by the library: codes give its own decompressed numbers within 1e-3 (NVFP4: bf16, which it makes)."""
+def library(preset):
+    """A packer of the library's own, with the numbers that it reads back, and the config that it writes."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
@@ -120,15 +119,20 @@ def test_what_the_library_writes(preset, tmp_path):
     compressor = BaseCompressor.get_value_from_registry(layout.value)
 
     def packer(module, weight):
-        state = library_scales(weight, scheme)
-        stored = compressor.compress({"weight": weight, **state}, scheme)
+        stored = compressor.compress({"weight": weight, **library_scales(weight, scheme)}, scheme)
         numbers = compressor.decompress(dict(stored), scheme)["weight"].float()
         if scheme.input_activations is not None and not scheme.input_activations.dynamic:
             stored["input_scale"] = torch.tensor([0.05])
         return stored, numbers
 
     described = QuantizationConfig(config_groups={"g": scheme}, ignore=["lm_head"], format=layout.value)
-    written = json.loads(described.model_dump_json()) | {"quantization_status": "compressed"}
+    return packer, json.loads(described.model_dump_json()) | {"quantization_status": "compressed"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_the_library_writes(preset, tmp_path):
+    """Compressed by the library: codes give its own decompressed numbers within 1e-3 (NVFP4: bf16, which it makes)."""
+    packer, written = library(preset)
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
     quantised, numbers = map(open_model, save(tmp_path, packer, written, sizes=sizes))
     plain = dict(numbers.named_modules())

@@ -16,7 +16,7 @@ from tests.kernels.harness import interpreting, nan_outputs
 from tests.models.test_published_moe import PUBLISHED
 from tests.quant.quantised import logits, open_model, save
 from tests.quant.test_checkpoints import FP8, awq, fp8_blocks, fp8_channel, fp8_tensor, gptq, nvfp4
-from tests.quant.test_compressed import INT4, config, int8_rows, packed
+from tests.quant.test_compressed import INT4, config, int8_rows, library, packed
 from tinyserve.__main__ import main
 from tinyserve.layers.moe import ExpertLinear, MoE
 from tinyserve.models.registry import build_model, config_schemes, family, weight_bytes
@@ -92,24 +92,11 @@ def test_experts_keep_their_codes(case, tmp_path):
 @pytest.mark.parametrize("preset", ["W4A16", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16"])
 def test_what_the_library_writes(preset, tmp_path):
     """Experts compressed by compressed-tensors: the layer output of its own decompressed numbers within 1e-3."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.compressors.format import infer_module_format
-    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-
-    from tests.quant.test_compressed import library_scales
-
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    layout = infer_module_format(torch.nn.Linear, scheme)
-    compressor = BaseCompressor.get_value_from_registry(layout.value)
+    pack, written = library(preset)
 
     def packer(module, weight):
-        if "experts" not in module:
-            return None
-        stored = compressor.compress({"weight": weight, **library_scales(weight, scheme)}, scheme)
-        return stored, compressor.decompress(dict(stored), scheme)["weight"].float()
+        return pack(module, weight) if "experts" in module else None
 
-    described = QuantizationConfig(config_groups={"g": scheme}, ignore=["lm_head"], format=layout.value)
-    written = json.loads(described.model_dump_json()) | {"quantization_status": "compressed"}
     sizes = SIZES | {"hidden_size": 128, "moe_intermediate_size": 256}
     quantised, numbers = map(open_model, save(tmp_path, packer, written, sizes=sizes, family="qwen3_moe"))
 
