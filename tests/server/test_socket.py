@@ -173,6 +173,79 @@ def test_a_body_above_the_cap_gets_its_413(run):
     run(go())
 
 
+@pytest.mark.parametrize(
+    ("head", "sent", "status"),
+    [
+        (b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 900000000", b"{", 413),
+        (b"POST /v1/chat/completions HTTP/1.1\r\ntransfer-encoding: chunked", b"20000\r\n" + b" " * 2**17, 413),
+        (b"POST /v1/nothing HTTP/1.1\r\ncontent-length: 900000000", b"{", 404),
+        (b"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: 900000000", b"{", 413),
+    ],
+)
+def test_a_refusal_does_not_wait_for_the_body(run, head, sent, status):
+    """The answer came after 5 s of silence; with another status the connection was reset under it."""
+
+    async def go():
+        async with serving(FakeEngine(), max_body_bytes=2**16) as server:
+            host, port = server.address.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            start = time.monotonic()
+            writer.write(head + b"\r\nhost: x\r\ncontent-type: application/json\r\n\r\n" + sent)
+            answer = await reader.readuntil(b"}}")
+            assert time.monotonic() - start < 1.5
+            assert answer.startswith(b"HTTP/1.1 %d" % status)
+            assert (b"connection: close" in answer.lower()) == (status == 413)
+            for _ in range(40):  # what is still sent must not reset the connection
+                writer.write(b" " * 2**16)
+                await writer.drain()
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), 1.5) == b""
+            writer.close()
+
+    run(go())
+
+
+def test_a_connection_is_kept_when_the_refused_body_ends(run):
+    """401 before the body is read, then a good request on the same connection: 2 answers."""
+
+    async def go():
+        async with serving(FakeEngine(), api_key=("k",)) as server:
+            reader, writer = await raw(server, "/v1/chat/completions", {"messages": "x" * 300_000})
+            assert b" 401 " in await reader.readuntil(b"}}")
+            writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}"), 1.5)
+            writer.close()
+
+    run(go())
+
+
+def test_the_stream_of_a_half_closed_connection_is_seen_to_be_cut(run):
+    """`nc -N` and some proxies end their side after the request: no last chunk in 1.1, a reset in 1.0, never [DONE]."""
+
+    async def go():
+        engine = FakeEngine(b"a" * 200, delay=0.02)
+        async with serving(engine) as server:
+            reader, writer = await raw(server, "/v1/chat/completions", {**HI, "stream": True})
+            await reader.readuntil(b'"content":"a"')
+            writer.write_eof()
+            rest = await asyncio.wait_for(reader.read(), 2)
+            assert b"[DONE]" not in rest and not rest.endswith(b"0\r\n\r\n") and engine.running == 0
+            writer.close()
+
+            host, port = server.address.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            body = json.dumps({**HI, "stream": True}).encode()
+            head = b"POST /v1/chat/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            await reader.readuntil(b'"content":"a"')
+            writer.write_eof()
+            with pytest.raises(ConnectionResetError):
+                await asyncio.wait_for(reader.read(), 2)
+            writer.close()
+
+    run(go())
+
+
 def test_a_header_of_a_megabyte_gets_its_431(run):
     async def go():
         async with serving(FakeEngine()) as server, httpx.AsyncClient(base_url=server.address, timeout=20) as client:

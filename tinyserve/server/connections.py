@@ -5,7 +5,12 @@ Hypercorn and h11 read requests, keep the state of each connection, and write th
 client; each costs 20 us on its way through their layers. So chunks are framed here and given to the socket directly.
 
 A client that does not read is waited for, but not for ever: what waits for it in memory is bounded by the socket's
-buffer and its own answer (engine/streams.py), and after a minute without progress the connection is cut.
+buffer and its own answer (engine/streams.py), and after a minute without progress the connection is cut. A client that
+is answered before it has sent its whole body may read the answer at once; what it still sends is read and forgotten,
+as a socket that closes with unread bytes takes back what it has said.
+
+A client that ends its side of the connection counts as one that left: from here both look the same until something is
+sent, and what waits in the queue sends nothing. Its stream ends without an end, so that nobody takes it for whole.
 
 Before: app.py (the ASGI app), spoken.py, turns.py.  After: serve.py.
 """
@@ -15,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from functools import partial
 from typing import Any
 
@@ -27,6 +33,8 @@ from .turns import AT_ONCE, Turns
 
 MAX_CONNECTIONS = 16384  # at the same time; each takes some 50 KB
 WRITE_SECONDS = 60.0  # that a client may take to read what fills the socket's buffer
+LINGER_SECONDS, QUIET_SECONDS = 30.0, 2.0  # that a client may go on to send what was refused, and be silent meanwhile
+_RESET = struct.pack("ii", 1, 0)  # linger for 0 seconds
 
 
 async def serve(app: Any, settings: Config, bound: socket.socket, closing: asyncio.Event) -> None:
@@ -115,36 +123,74 @@ class Wire:
             except (TimeoutError, ConnectionError):
                 transport.abort()
 
+    def cut(self) -> None:
+        """End the connection with a reset, which no client takes for the end of an answer."""
+        with contextlib.suppress(OSError):
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._transport.abort()
+
 
 class _Sender:
-    """An answer's `send`: chunks of a stream go to the wire, all else to Hypercorn."""
+    """An answer's `send`: chunks of a stream go to the wire, all else to Hypercorn.
 
-    def __init__(self, wire: Wire, scope: Any, send: Any) -> None:
+    Attributes:
+        begun, ended: how far the answer is.
+        held: its end is held back, as the request is not whole; all that the client reads of it has been sent.
+    """
+
+    def __init__(self, wire: Wire, request: _Receiver, scope: Any, send: Any) -> None:
         self._wire = wire
+        self._request = request
         self._send = send
         self._able = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
         self._chunked = False
+        self.begun = self.ended = self.held = False
 
     async def __call__(self, message: Any) -> None:
         kind = message["type"]
         if kind == "http.response.body":
-            if self._chunked and message.get("more_body", False):
+            more = message.get("more_body", False)
+            if self._chunked and more:
                 if message["body"]:  # an empty chunk would end the answer
                     await self._wire.chunk(message["body"])
                 return
+            self.ended = not more
+            self.held = self.ended and self._request.unread
+            if self.held:
+                message = {**message, "more_body": True}
         elif kind == "http.response.start":
+            self.begun = True
             sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             self._chunked = self._able and message["status"] == 200 and not sized
         await self._send(message)
+
+    async def finish(self) -> None:
+        """Say the end that was held back, once the client has sent all, or too much, or nothing more."""
+        await self._request.swallow()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Receiver:
     """A request's `receive`. Hypercorn stops reading when more than one request has come, and hears of no end then."""
 
-    def __init__(self, wire: Wire, receive: Any) -> None:
+    def __init__(self, wire: Wire, scope: Any, receive: Any) -> None:
         self._gone = wire.gone
         self._receive = receive
         self._whole = False
+        lengths = {value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
+        self._has_body = bool(lengths - {b"0"})
+
+    @property
+    def unread(self) -> bool:
+        """Whether there is a body of which some has not been read."""
+        return self._has_body and not self._whole
+
+    async def swallow(self) -> None:
+        """Read what is left of the body and forget it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS), asyncio.timeout(QUIET_SECONDS) as quiet:
+                while self.unread and (await self())["type"] != "http.disconnect":
+                    quiet.reschedule(asyncio.get_running_loop().time() + QUIET_SECONDS)
 
     async def __call__(self) -> Any:
         if not self._whole:
@@ -161,7 +207,14 @@ class _Receiver:
 
 
 async def _on_wire(app: Any, wire: Wire, scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "http":
-        receive, send = _Receiver(wire, receive), _Sender(wire, scope, send)
-    with contextlib.suppress(ConnectionError):
+    if scope["type"] != "http":
         await app(scope, receive, send)
+        return
+    request = _Receiver(wire, scope, receive)
+    answer = _Sender(wire, request, scope, send)
+    with contextlib.suppress(ConnectionError):
+        await app(scope, request, answer)
+        if answer.held:
+            await answer.finish()
+    if answer.begun and not answer.ended and scope["http_version"] == "1.0":
+        wire.cut()  # the end of a connection is the end of an answer to this client

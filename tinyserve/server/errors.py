@@ -28,7 +28,7 @@ _TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
     405: "MethodNotAllowed", 408: "RequestTimeout", 413: "RequestTooLarge", 415: "UnsupportedMediaType",
     431: "RequestHeaderFieldsTooLarge", 500: "InternalServerError", 501: "NotImplementedError",
-    503: "ServiceUnavailableError",
+    503: "ServiceUnavailableError", 505: "HTTPVersionNotSupported",
 }  # fmt: skip
 _ANTHROPIC = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -70,6 +70,10 @@ class TooLarge(RequestError):
     status = 413
 
 
+class BodyTooLarge(TooLarge):
+    """The body is above its limit; the client need not send the rest."""
+
+
 class HeadersTooLarge(RequestError):
     """All headers together are above the cap."""
 
@@ -102,8 +106,8 @@ def describe(error: Exception) -> Failure:
     """What the client is told about `error`."""
     if isinstance(error, RequestError):
         headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
-        if isinstance(error, Ambiguous):
-            headers = {"Connection": "close"}  # what follows on this connection is not to be trusted either
+        if isinstance(error, (Ambiguous, BodyTooLarge, BodyTimeout)):
+            headers = {"Connection": "close"}  # what follows on this connection is no request, or not to be trusted
         return Failure(error.status, str(error), error.param, error.code, headers)
     if isinstance(error, Overloaded):
         return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})

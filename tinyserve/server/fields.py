@@ -15,18 +15,17 @@ from typing import Any
 
 import anyio
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ..checks import MAX_TOKEN_LIST
 from ..config import ServerOptions
 from ..errors import RequestError, shown
 from .amount import check_amount
-from .errors import BodyTimeout, TooLarge
+from .errors import BodyTimeout, BodyTooLarge
 from .schema import Body
 
 OFF_LOOP_BYTES = 64 * 1024  # larger bodies are parsed in a thread; 2.6 ms a megabyte
 CHUNK_TIMEOUT = 60.0  # seconds between two pieces of a body
-DRAIN_TIMEOUT = 5.0  # seconds to swallow a body that was refused, so that the client gets to read the refusal
 _MISSING = object()
 
 
@@ -71,8 +70,7 @@ def _check_media_type(request: Request) -> None:
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > max_bytes:
-        await _drain(request)
-        raise TooLarge(f"The body has {announced} bytes; at most {max_bytes} are allowed.")
+        raise BodyTooLarge(f"The body has {announced} bytes; at most {max_bytes} are allowed.")
     pieces, size = [], 0
     try:
         with anyio.fail_after(CHUNK_TIMEOUT) as scope:
@@ -80,23 +78,11 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
                 scope.deadline = anyio.current_time() + CHUNK_TIMEOUT
                 size += len(piece)
                 if size > max_bytes:
-                    await _drain(request)
-                    raise TooLarge(f"The body has more than {max_bytes} bytes.")
+                    raise BodyTooLarge(f"The body has more than {max_bytes} bytes.")
                 pieces.append(piece)
     except TimeoutError:
         raise BodyTimeout(f"No part of the body arrived for {CHUNK_TIMEOUT:.0f} seconds.") from None
     return b"".join(pieces)
-
-
-async def _drain(request: Request) -> None:
-    """Swallow the rest of a body: a client that still writes when the socket closes would not see the answer."""
-    with anyio.move_on_after(DRAIN_TIMEOUT):
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect()
-            if not message.get("more_body", False):
-                return
 
 
 def _parse(body: bytes) -> Any:

@@ -3,8 +3,8 @@
 Hypercorn also speaks HTTP/2 and WebSocket, to whoever asks, before any route or key is looked at. No client of these
 routes does, and both are more than a stranger should have: 64 KB of HTTP/2 frames can open and close a thousand
 requests, which held the loop for 0.3 s, and a WebSocket that was refused stayed open for ever. So an `Upgrade` is not
-followed, as HTTP allows, and the first line of HTTP/2 is a request that does not exist. A proxy in front may speak what
-it likes.
+followed, as HTTP allows, and a request of any other version of HTTP, which the first line of HTTP/2 looks like, is a
+505. A proxy in front may speak what it likes.
 
 What cannot be read as a request is refused here, in the shape of all refusals (errors.py).
 
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import h11
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
-from hypercorn.events import Closed, Event
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h11 import H11Protocol
 
 from .errors import Failure
@@ -31,6 +31,7 @@ SWALLOW_SECONDS = 2.0  # what a refused client still sends is read, or it would 
 _REFUSED = {
     400: "This is not a request of HTTP/1.1.",
     431: f"The headers have more than {HEADER_BYTES} bytes.",
+    505: "Only HTTP/1.1 and HTTP/1.0 are understood.",
     501: "Of transfer encodings, only chunked is understood.",
 }
 
@@ -60,10 +61,19 @@ class Spoken(H11Protocol):
 
     refused = False
 
+    async def handle(self, event: Event) -> None:
+        """What came over the connection, or its end."""
+        if not (self.refused and isinstance(event, RawData)):
+            await super().handle(event)
+
     async def _check_protocol(self, event: h11.Request) -> None:
         """Go on with HTTP/1.1, whatever the request would rather have."""
 
     async def _create_stream(self, request: h11.Request) -> None:
+        if not request.http_version.startswith(b"1."):
+            await self._send_error_response(505)
+            await self.send(Closed())
+            return
         headers = [pair for pair in request.headers.raw_items() if pair[0].lower() != b"upgrade"]
         target = _path(request.target)
         if len(headers) < len(request.headers) or target is not request.target:
