@@ -194,6 +194,9 @@ async def test_a_form_holds_behind_the_thought(tok):
         short = await server.ask(CHAT, {**body, "thinking_token_budget": 4})
         assert short.choices[0]["message"]["reasoning"] == "hm {"
         assert re.fullmatch("h[0-9]", short.choices[0]["message"]["content"])
+        held = {**body["structured_outputs"], "enable_in_reasoning": True}
+        error = await server.refused(CHAT, {**body, "thinking_token_budget": 4, "structured_outputs": held})
+        assert error["param"] == "thinking_token_budget"
         none = await server.ask(CHAT, {**HI, "temperature": 0, "thinking_token_budget": 0, "max_tokens": 20})
         assert none.choices[0]["message"]["reasoning"] is None
         cut = await server.ask(CHAT, {**HI, "temperature": 0, "max_tokens": 4})

@@ -6,10 +6,10 @@ import time
 import numpy
 import pytest
 
-from tinyserve.engine.fanout import child_seed, total_usage
+from tinyserve.engine.fanout import child_seed
 from tinyserve.engine.intake import INLINE_CHARACTERS, Call, Intake, Rules
 from tinyserve.errors import ContextLengthExceeded, RequestError
-from tinyserve.request import SamplingParams, Usage
+from tinyserve.request import SamplingParams
 
 from .toy import CONTEXT, VOCAB, ToyRunner, answer, assert_idle, letters, script, settle, start, tokenizer
 
@@ -164,14 +164,6 @@ def test_prompts_are_cut_from_the_left_when_asked():
     assert len(request("a" * 300, truncate_prompt_tokens=-1).prompt_ids) == 255
     with pytest.raises(RequestError):
         request("ab", truncate_prompt_tokens=257)
-
-
-def test_usage_counts_the_prompt_once():
-    usages = [
-        Usage(prompt_tokens=20, completion_tokens=5, cached_tokens=16),
-        Usage(prompt_tokens=20, completion_tokens=7),
-    ]
-    assert total_usage(usages) == Usage(prompt_tokens=20, completion_tokens=12, cached_tokens=16)
 
 
 def test_two_answers_share_one_stream():

@@ -94,7 +94,8 @@ def test_a_batch_equals_the_slow_recompute(step):
 def test_a_token_written_on_the_device_is_the_input_of_the_next_step():
     """The host never says which token stands at position 3: the sampler wrote it into the row."""
     rows = Rows(2, LENGTH, 1, BLOCK, torch.device("cpu"))
-    rows.apply(StepInput(step_id=0, opened=(SlotOpening(1, 3, (7, 8, 9)),), edits=(TableEdit(1, 0, 0, (5,)),)))
+    opened = SlotOpening(1, 3, (7, 8, 9))
+    rows.write(rows.take(StepInput(step_id=0, opened=(opened,), edits=(TableEdit(1, 0, 0, (5,)),))))
     rows.tokens[1, 3] = 42
     batch = build(make(rows), [SeqSlice(1, 3, 1)])
 
@@ -119,7 +120,7 @@ def test_buffers_of_steps_in_flight_are_not_reused():
 def test_padding_reads_the_spare_row_and_writes_nowhere(step, more_decodes, more_prompts, more_tokens):
     """In a larger shape the real sequences keep their numbers, and every other token has write slot -1."""
     rows = Rows(ROWS, LENGTH, GROUPS, BLOCK, torch.device("cpu"))
-    rows.apply(step)
+    rows.write(rows.take(step))
     builder = make(rows, max_seqs=2 * ROWS)
     pieces = [step.slices[i] for i in builder.order(step)]
     counts = [piece.count for piece in pieces]

@@ -60,7 +60,7 @@ def decode(rows: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tenso
     out = torch.empty(blocks.shape[0] * numbers, dtype=dtype)
     if kind in PLAIN:
         return out.copy_(_as(blocks, PLAIN[kind]).view(-1)).view(shape)
-    decoder = DECODERS.get(kind) or _gguf_package(kind)
+    decoder = _gguf_package(kind) if kind in BY_GGUF_PACKAGE else DECODERS[kind]
     step = PIECE_NUMBERS // numbers
     for start in range(0, blocks.shape[0], step):
         piece = decoder(blocks[start : start + step])

@@ -14,7 +14,7 @@ from typing import overload
 
 from attrs import evolve
 
-from ..request import Request, Usage
+from ..request import Request
 
 
 def child_seed(seed: int, index: int) -> int:
@@ -45,12 +45,3 @@ class Children(Sequence[Request]):
             return parent
         seed = child_seed(parent.seed, place)
         return evolve(parent, id=f"{parent.id}.{place}", sampling=self._params, seed=seed)
-
-
-def total_usage(usages: list[Usage]) -> Usage:
-    """Usage of all answers to one prompt: the prompt counts once, and so do its cached tokens."""
-    return Usage(
-        prompt_tokens=usages[0].prompt_tokens,
-        completion_tokens=sum(usage.completion_tokens for usage in usages),
-        cached_tokens=usages[0].cached_tokens,
-    )

@@ -186,8 +186,13 @@ class Intake:
         wanted = params.structured_outputs
         if wanted is None and budget is None:
             return None
-        thought = None
-        if (thinks or budget is not None) and not (wanted is not None and wanted.enable_in_reasoning):
+        thought, whole = None, wanted is not None and wanted.enable_in_reasoning
+        if whole and budget is not None and wanted.source == "structured_outputs":
+            raise RequestError(
+                "thinking_token_budget cannot be kept with enable_in_reasoning, which knows no thought: leave one out.",
+                param="thinking_token_budget",
+            )
+        if (thinks or budget is not None) and not whole:
             end = self._tokenizer.decode(ids[-THOUGHT_TOKENS:], skip_special_tokens=False)
             thought = self.rules.parsing.thought(end, budget)
         if budget is not None and not self.rules.parsing.reads_thoughts:

@@ -178,7 +178,7 @@ class Foundry:
         self._send()
 
     def _send(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # no room now; or nobody is there, which `_receive` notices
+        with contextlib.suppress(OSError):  # no room now; or nobody is there, which `_receive` notices
             while self._waiting:
                 self._link.send(self._waiting[0])
                 self._waiting.popleft()

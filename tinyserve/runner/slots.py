@@ -63,10 +63,6 @@ class Rows:
         self.pooled: set[int] = set()  # rows that want a hidden state
         self.adapted: set[int] = set()  # rows that wear an adapter
 
-    def apply(self, step: StepInput) -> None:
-        """Take over a step's differences: rows closed and opened, blocks added."""
-        self.write(self.take(step))
-
     def take(self, step: StepInput) -> Differences | None:
         """Book what the host itself remembers of rows; return what the device must be told, None if nothing."""
         for slot in step.closed:
