@@ -207,9 +207,7 @@ class Grouped:
     ) -> Tensor:
         """The product on a GPU, with what stands around it; arguments as of plain.py."""
         tokens, packed = x.shape[0], layer.packed
-        if isinstance(packed, Planes):
-            return planes_product(x, layer, norm=norm, gate=gate, residual=residual, parts=parts)
-        if packed is not None and tokens == 1 and layer.order is None:
+        if isinstance(packed, Packed) and tokens == 1 and layer.order is None:
             weight, eps, offset = norm or (None, 0.0, 0.0)
             given = {"norm": weight, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
             return packed_gemv(x, packed, layer.bias, **given)
@@ -217,6 +215,8 @@ class Grouped:
             x = rms_norm(x, norm[0], norm[1], offset=norm[2])
         if packed is None:
             y = self._product(x, layer)
+        elif isinstance(packed, Planes):
+            y = planes_product(x, layer, parts and gate is None and residual is None)
         else:
             x = x if layer.order is None else x[:, layer.order]
             if tokens == 1:

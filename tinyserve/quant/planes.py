@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.activation import gated_activation
 from ..kernels.launch import choose
-from ..kernels.norm import rms_norm
 from ..kernels.packed import Packed, packed_dense
 from ..kernels.packed_planes import Planes, in_planes, packed_planes, planes_dense
 from .codes import Scheme
@@ -51,26 +49,13 @@ def to_planes(
     return Planes(low, high, scales, added, codes[0].shape[1], scheme.fine, scheme.width, middle, outer, table)
 
 
-def product(
-    x: Tensor,
-    layer: Fused,
-    *,
-    norm: tuple[Tensor, float, float] | None = None,
-    gate: str | None = None,
-    residual: Tensor | None = None,
-    parts: bool = False,
-) -> Tensor:
-    """The product on a GPU; arguments as of plain.py. Norm, gate and residual are kernels of their own here."""
+def product(x: Tensor, layer: Fused, parts: bool) -> Tensor:
+    """The product on a GPU: [T, outputs], or with `parts` as many as packed_planes.py likes, to be added up."""
     weight = layer.packed
-    if norm is not None:
-        x = rms_norm(x, norm[0], norm[1], offset=norm[2])
     shape = {"inputs": layer.inputs, "outputs": layer.outputs, "bits": weight.bits}
     if x.shape[0] <= choose("planes_product", x, {"PLANES_ROWS": MOST_ROWS}, **shape)["PLANES_ROWS"]:
-        y = packed_planes(x, weight, layer.bias, parts=parts and gate is None and residual is None)
-    else:
-        y = F.linear(x, planes_dense(weight, x.dtype), layer.bias)
-    y = y if gate is None else gated_activation(y, gate)
-    return y if residual is None else y + residual
+        return packed_planes(x, weight, layer.bias, parts=parts)
+    return F.linear(x, planes_dense(weight, x.dtype), layer.bias)
 
 
 def dense(weight: Packed | Planes, dtype: torch.dtype) -> Tensor:
