@@ -18,11 +18,12 @@ from tinyserve.device import Device
 from tinyserve.engine.adapters import Desk
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.llm import _adapters
-from tinyserve.engine.parts import Parts
+from tinyserve.engine.parts import Parts, Phases, load_parts
 from tinyserve.errors import CheckpointError, ConfigError, RequestError
 from tinyserve.lora.adapters import LoadedAdapters
 from tinyserve.lora.batch import Adapted, Worn
 from tinyserve.lora.names import places, read_adapter
+from tinyserve.models import registry
 from tinyserve.models.registry import family, load_model
 from tinyserve.quant.cpu import cpu_formats
 from tinyserve.quant.detect import online
@@ -382,3 +383,25 @@ def test_room_is_made_only_of_what_lora_requests_loaded():
 def test_the_limit_of_adapters_holds_those_of_the_command_line():
     with pytest.raises(ConfigError, match=r"--max-cpu-loras \(1\) must be at least --max-loras \(2\)"):
         build({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 1})
+
+
+def test_adapters_of_the_start_are_checked_before_weights_are_read(made, tmp_path, monkeypatch):
+    """A wrong folder was found only after the model: minutes of reading. Here 0 tensors are read."""
+    base, good, _ = made("llama")
+    wide, damaged = (write_adapter(tmp_path / name, base, rank=9) for name in ("wide", "damaged"))
+    (damaged / "adapter_model.safetensors").write_bytes(b"no tensors")
+
+    def read(*args, **options):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(registry, "load_model", read)
+    for modules, message in (
+        (("a=/does/not/exist",), "no such folder"),
+        ((f"a={good}", f"b={wide}"), "its rank is 9, above the limit of 8"),
+        ((f"a={damaged}",), "damaged"),
+        ((f"a={good}", f"a={good}"), "there twice"),
+        ((f"tiny={good}",), "name of the model itself"),
+    ):
+        options = {"enable_lora": True, "max_lora_rank": 8, "lora_modules": modules, "served_model_name": ("tiny",)}
+        with pytest.raises(ConfigError, match=message):
+            load_parts(build({"model": str(base), "device": "cpu", **options}), Phases())

@@ -169,10 +169,7 @@ class Desk(NoDesk):
         return self.known.load(name, path, rank, weights)
 
     def _check(self, name: str, replace: bool, spare: dict[str, None]) -> None:
-        if not name or len(name) > 256 or not name.isprintable() or "," in name:  # the metric joins names by commas
-            raise RequestError("lora_name must have 1 to 256 printable characters, no commas.", param="lora_name")
-        if name in self._served:
-            raise RequestError(f"{name!r} is a name of the model itself.", param="lora_name")
+        _check_name(name, self._served)
         if self._is_full(name) and not spare:
             raise RequestError(
                 f"{len(self.loaded)} adapters are loaded, as many as --max-cpu-loras allows. Unload one first.",
@@ -204,6 +201,30 @@ class UnknownAdapter(RequestError):
     """There is no adapter of this name to unload."""
 
     status = 404
+
+
+def check_modules(modules: Sequence[str], served: Sequence[str], max_rank: int) -> None:
+    """Refuse --lora-modules that will not do, before a model is loaded for minutes. Raises: ConfigError."""
+    from ..lora.names import check_adapter
+
+    seen = set()
+    for module in modules:
+        name, path = module_of(module)
+        if name in seen:
+            raise ConfigError(f"--lora-modules {name}: is there twice.")
+        seen.add(name)
+        try:
+            _check_name(name, served)
+            check_adapter(path, max_rank)
+        except (CheckpointError, RequestError) as error:
+            raise ConfigError(f"--lora-modules {name}: {error}") from error
+
+
+def _check_name(name: str, served: Sequence[str]) -> None:
+    if not name or len(name) > 256 or not name.isprintable() or "," in name:  # the metric joins names by commas
+        raise RequestError("lora_name must have 1 to 256 printable characters, no commas.", param="lora_name")
+    if name in served:
+        raise RequestError(f"{name!r} is a name of the model itself.", param="lora_name")
 
 
 def module_of(text: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from attrs import define, field
 from ..config import EngineConfig, c_compiler, hub_offline, prepare_cpu_environment
 from ..errors import ConfigError, EngineError, RequestError
 from ..text.parsers.registry import Parsing, choose
+from .adapters import check_modules
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,9 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         source = _resolve(config, config.model.model, phases.check)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer, phases.check)
         promised = promised_length({**source.config(), **config.model.hf_overrides})
+        served = config.model.served_model_name or (config.model.model,)
         context(config.model.max_model_len, promised, None)  # refused here, not after minutes of reading weights
+        check_modules(config.lora.lora_modules, served, config.lora.max_lora_rank)
     with phases("tokenizer"):
         dummy = config.load.load_format == "dummy" and not (words.gguf or words.file("tokenizer.json"))
         if dummy:
@@ -143,7 +146,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         model=model,
         tokenizer=tokenizer,
         **chat,
-        served_names=config.model.served_model_name or (config.model.model,),
+        served_names=served,
         max_model_len=_served(model, config.model.max_model_len, tokenizer.model_max_length, device),
         eos_ids=defaults.eos_ids,
         extra_eos_ids=defaults.extra_eos_ids,

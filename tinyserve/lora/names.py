@@ -116,6 +116,18 @@ def places(model: nn.Module, weights: Weights) -> list[Place]:
     return found
 
 
+def check_adapter(path: str, max_rank: int) -> None:
+    """What can be said of an adapter before there is a model: its config, and the names and shapes of its tensors.
+
+    Raises: CheckpointError: as read_adapter.
+    """
+    folder = Path(path)
+    _check(_config(folder), path)
+    with _opened(folder, path) as stored:
+        pairs = _paired(stored, path)
+    _check_rank(max((min(a.shape, default=0) for a, _ in pairs.values()), default=0), max_rank, path)
+
+
 def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, dict[str, Pair]]:
     """Read an adapter for these layers. Returns: its largest rank, and what changes by the base checkpoint's module.
 
@@ -131,8 +143,7 @@ def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, di
         pairs = _paired(stored, path)
         _check_names(pairs, widths, path)
         rank = _rank(pairs, widths, path)
-        if rank > max_rank:
-            raise CheckpointError(f"{path}: its rank is {rank}, above the limit of {max_rank} (--max-lora-rank).")
+        _check_rank(rank, max_rank, path)
         for module, (a, b) in pairs.items():
             pair = Pair(a.read(), b.read() * alphas.factor(module, a.shape[0]))
             if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
@@ -180,6 +191,11 @@ def _check(config: Mapping[str, Any], path: str) -> None:
             f"{path}: init_lora_weights = {shown(began)} changed the base weights as well. Convert it to a plain "
             "adapter when saving (path_initial_model_for_weight_conversion)."
         )
+
+
+def _check_rank(rank: int, most: int, path: str) -> None:
+    if rank > most:
+        raise CheckpointError(f"{path}: its rank is {rank}, above the limit of {most} (--max-lora-rank).")
 
 
 @contextmanager
