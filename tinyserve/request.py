@@ -204,6 +204,14 @@ class BeamSearchParams:
     allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=as_tokens, validator=token_list)
     structured_outputs: StructuredOutputsParams | None = field(default=None, converter=StructuredOutputsParams.of)
 
+    def __attrs_post_init__(self) -> None:
+        ids = self.allowed_token_ids or ()  # whose log-probability is asked for at each token of each beam
+        if len(ids) > MAX_LOGPROB_IDS:
+            refuse(
+                "allowed_token_ids",
+                f"allowed_token_ids has {len(ids)} ids; at most {MAX_LOGPROB_IDS} are allowed in a beam search.",
+            )
+
 
 @frozen(kw_only=True)
 class PoolingParams:

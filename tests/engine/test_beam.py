@@ -96,6 +96,13 @@ def test_only_allowed_tokens_are_followed():
     beams = search(beam_width=8, max_tokens=3, allowed_token_ids=[97, 100])
 
     assert len(beams) == 8 and all(set(beam.tokens[2:]) <= {97, 100} for beam in beams)
+    assert all(set(entry) == {97, 100} for beam in beams for entry in beam.logprobs)  # and not of all 98 ids
+
+
+def test_more_allowed_tokens_than_can_be_reported_are_refused():
+    """Each beam asked for the log-probability of the whole vocabulary at each token, one dict of all of them."""
+    with pytest.raises(RequestError, match="129 ids"):
+        BeamSearchParams(beam_width=2, max_tokens=3, allowed_token_ids=range(129))
 
 
 def test_a_bad_prompt_is_refused_before_anything_runs():

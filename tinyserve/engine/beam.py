@@ -76,7 +76,8 @@ async def search(engine: Front, call: Call, params: BeamSearchParams) -> BeamSea
         temperature=params.temperature,
         max_tokens=1,
         # raw log-probabilities do not know allowed_token_ids, so the allowed ones may be anywhere in the order
-        logprobs=size if params.allowed_token_ids else min(2 * params.beam_width, size),
+        logprobs=0 if params.allowed_token_ids else min(2 * params.beam_width, size),
+        logprob_token_ids=params.allowed_token_ids,
         allowed_token_ids=params.allowed_token_ids,
         ignore_eos=True,
     )
