@@ -105,7 +105,6 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         from ..models.registry import load_model
         from ..quant.cpu import packed_bytes
         from ..text.generation import GenerationDefaults
-        from ..text.tokenizer import Tokenizer
 
     with phases("device"):
         device = _device(config)
@@ -117,10 +116,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         context(config.model.max_model_len, promised, None)  # refused here, not after minutes of reading weights
         check_modules(config.lora.lora_modules, served, config.lora.max_lora_rank)
     with phases("tokenizer"):
-        dummy = config.load.load_format == "dummy" and not (words.gguf or words.file("tokenizer.json"))
-        if dummy:
-            _log.warning("%s has no tokenizer; with dummy weights, bytes stand in for one", words.name)
-        tokenizer = Tokenizer.stand_in() if dummy else Tokenizer.load(words)
+        tokenizer = _tokenizer(config, words)
         chat = {"template": _template(config, tokenizer), "parsing": choose_parsing(config, tokenizer)}
         defaults = GenerationDefaults.load(
             source,
@@ -263,6 +259,16 @@ def _resolve(config: EngineConfig, name: str, check: Callable[[], None] = lambda
         load_format=config.load.load_format,
         check=check,
     )
+
+
+def _tokenizer(config: EngineConfig, words: Any) -> Any:
+    """The tokenizer of a Source; where it has none and weights are dummies, one of bytes."""
+    from ..text.tokenizer import Tokenizer
+
+    if config.load.load_format != "dummy" or words.gguf or words.file("tokenizer.json"):
+        return Tokenizer.load(words)
+    _log.warning("%s has no tokenizer; with dummy weights, bytes stand in for one", words.name)
+    return Tokenizer.stand_in()
 
 
 def _template_text(config: EngineConfig, tokenizer: Any) -> Any:
