@@ -59,6 +59,8 @@ def test_a_tiny_pool_preempts_and_changes_nothing():
         found = await asyncio.gather(*calls) if together else [await call for call in calls]
         await settle(engine)
         preemptions = engine.stats().preemptions
+        told = engine.metrics.exposition()[0].decode()
+        assert f'request_num_preemptions_sum{{engine="0",model_name="model"}} {preemptions:.1f}' in told
         assert_idle(engine)
         await engine.close()
         return [ids[0] for _, ids, _, _ in found], preemptions

@@ -58,6 +58,7 @@ class Answer:
         request: as the scheduler got it.   name: the request id that the caller knows.   index: which answer of n.
         tokenizer: text/tokenizer.Tokenizer.
         siblings: n.
+    Attributes: preemptions: how often it was sent back to the queue; known at its end, 0 if it is aborted.
     """
 
     def __init__(self, request: Request, name: str, index: int, tokenizer: Any, *, siblings: int = 1) -> None:
@@ -66,6 +67,7 @@ class Answer:
         self.name = name
         self.index = index
         self.siblings = siblings
+        self.preemptions = 0
         self._timing = Timing(time.time() - (time.monotonic() - request.arrival), request.arrival)
         self._tokenizer = tokenizer
         self._produced = 0
@@ -158,7 +160,7 @@ class Answer:
         """
         if (error := self._all_held().error) is not None:
             raise error
-        self._cached = update.cached_tokens
+        self._cached, self.preemptions = update.cached_tokens, update.preemptions
         self._timing.scheduled_ts = update.started
         reason, stop, ids = update.finish_reason, update.stop_reason, update.token_ids
         if update.error is not None or reason is FinishReason.ERROR:

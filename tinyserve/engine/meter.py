@@ -123,6 +123,7 @@ class Meter:
                 generation_tokens=output.usage.completion_tokens,
                 cached_tokens=output.usage.cached_tokens,
                 max_tokens=answer.request.sampling.max_tokens,
+                preemptions=answer.preemptions,
                 arrival=timing.queued_ts,
                 scheduled=timing.scheduled_ts or 0.0,
                 first_token=timing.first_token_ts or 0.0,

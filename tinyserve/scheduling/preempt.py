@@ -13,6 +13,8 @@ Before: queue.py, kv/cache.py.  After: scheduler.py.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ..kv.cache import KVCache
 from .budget import Rows
 from .convoy import Convoy
@@ -26,7 +28,7 @@ class Tenants:
     Attributes:
         running: those that get a share of each step.
         rows: the free rows.
-        preemptions: how often one was sent back to the queue.
+        preemptions: how often one was sent back to the queue.   preempted: the same of each that has not ended.
         convoy: all that run and have not come to their end, while all do the same; else None.
     """
 
@@ -34,6 +36,7 @@ class Tenants:
         self.running = RunningList(by_priority)
         self.rows = Rows(rows)
         self.preemptions = 0
+        self.preempted: Counter[Sequence] = Counter()
         self.convoy: Convoy | None = None
         self._cache = cache
         self._waiting = waiting
@@ -86,6 +89,7 @@ class Tenants:
         self.leave(seq, State.WAITING)
         self._waiting.push_front(seq)
         self.preemptions += 1
+        self.preempted[seq] += 1
 
     def make_room(self, seq: Sequence, end: int) -> bool:
         """Preempt others, last first, until `seq` has room for positions below `end`; at the last, `seq` itself.

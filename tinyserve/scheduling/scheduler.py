@@ -241,7 +241,7 @@ class Scheduler:
         assert all(seq.slot is None or seq.flights for seq in waiting)
         if not self.has_work:
             assert self._cache.num_free == self._cache.num_blocks, "an idle cache has blocks in use"
-            assert not self._tenants.returning
+            assert not self._tenants.returning and not self._tenants.preempted
         self._cache.check_integrity()
 
     def _continue_running(self, step: StepDraft) -> bool:
@@ -366,13 +366,13 @@ class Scheduler:
             prompt_logprobs, seq.prompt_logprobs = tuple(prompt_logprobs), None
         if logprobs is not None:
             logprobs = logprobs[: len(new)]
-        reason = stop = None
+        reason, stop, preempted = None, None, 0
         if ended is not None:
-            self._end(seq)
-            reason, stop = ended
+            (reason, stop), preempted = ended, self._end(seq)
             if request.sampling.max_tokens == 0:  # one token was sampled because a prompt cannot be computed without
                 new, logprobs, reason, stop = (), None, FinishReason.LENGTH, None
-        return Update(request.id, new, logprobs, prompt_logprobs, reason, stop, seq.cached, None, seq.started)
+        more = seq.cached, None, seq.started, None, preempted
+        return Update(request.id, new, logprobs, prompt_logprobs, reason, stop, *more)
 
     def _book_late(self, seq: Sequence, piece: SeqSlice, given: SliceOutput) -> None:
         """A slice of a sequence that has ended: its tokens are dropped, its positions may still serve as a prefix."""
@@ -387,13 +387,14 @@ class Scheduler:
             self._cache.distrust(seq.kv)
             error = nothing_to_choose(seq.request, len(seq.tokens) - len(seq.request.prompt_ids) + 1)
             self._numerics_errors += isinstance(error, NumericsError)
-        self._end(seq)
-        return Update(seq.request.id, (), None, None, FinishReason.ERROR, None, seq.cached, error, seq.started)
+        more = seq.cached, error, seq.started, None, self._end(seq)
+        return Update(seq.request.id, (), None, None, FinishReason.ERROR, None, *more)
 
-    def _end(self, seq: Sequence) -> None:
+    def _end(self, seq: Sequence) -> int:  # how often it was preempted
         del self._sequences[seq.request.id]
         if seq.state is State.RUNNING:
             self._tenants.leave(seq, State.FINISHED)
         else:
             self._waiting.remove(seq)
             seq.state = State.FINISHED
+        return self._tenants.preempted.pop(seq, 0)

@@ -27,6 +27,7 @@ class Update(NamedTuple):
         error: what went wrong when finish_reason is ERROR.
         pooled: when asked: the hidden state [H] of the prompt's last token.
         started: time.monotonic() when a step first computed some of it.
+        preemptions: with the last update: how often it was sent back to the queue.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Update(NamedTuple):
     error: Exception | None
     started: float
     pooled: tuple[float, ...] | None = None
+    preemptions: int = 0
 
 
 class SequenceFacts(NamedTuple):
