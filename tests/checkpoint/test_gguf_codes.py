@@ -22,10 +22,15 @@ from tinyserve.quant.plain import Plain
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_codes_are_the_numbers_of_the_decoder(kind):
-    """Random blocks, to the rounding of scales to halves: 1 part in 2000 of a group's largest number."""
+    """Random blocks, in float32 to a part in a million; else to the rounding of scales to halves, 1 part in 2000 of a
+    group's largest number."""
     rows = torch.from_numpy(random_rows(kind, 6, 5))
     exact, codes = decode(rows, kind), codes_of(rows, kind)
 
+    full = codes.scaled_for(torch.float32).dense(torch.float32)
+    torch.testing.assert_close(full, exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+    codes = codes.scaled_for(torch.bfloat16)
+    assert torch.equal(codes.scales, codes.scales.half().float())
     largest = codes.scheme.width and exact.unflatten(1, (-1, codes.scheme.width)).abs().amax(-1)
     bound = largest.repeat_interleave(codes.scheme.width, dim=1) / 2000 + 1e-6
     least = 0 if not codes.scheme.added else codes.zeros.abs().repeat_interleave(codes.scheme.width, dim=1) / 2000

@@ -4,7 +4,8 @@
 
 Codes are the file's own integers; nothing is quantised again. Types of 4 and 2 bits stay that small. Those of 5 and 6
 bits become bytes, and so do the table values of IQ4_NL: half of bf16, though more than in the file. Scales of K-quants,
-products of a half and a small integer in the file, are rounded to halves (one part in 4096).
+products of a half and a small integer in the file, are kept as halves (wrong by one part in 4096), or as they are where
+a model computes in float32.
 
     kept in  4 bits  Q4_0 Q4_1 Q4_K (as small as the file, to 11 %)   Q3_K
              2 bits  Q2_K        8 bits  Q8_0 (as small as the file)  Q5_0 Q5_1 Q5_K Q6_K IQ4_NL
@@ -142,7 +143,7 @@ def codes_of(rows: Tensor, kind: str) -> Codes:
 
 
 def _some(rows: Tensor, kind: str, take: Callable[[Tensor], Parts]) -> Parts:
-    """`take` for a few rows, with scales rounded to halves."""
+    """`take` for a few rows."""
     codes, scales, offsets = take(rows.reshape(-1, BLOCK_SIZES[kind][1]))
-    halves = [None if one is None else one.half().float().reshape(len(rows), -1) for one in (scales, offsets)]
-    return codes.reshape(len(rows), -1), *halves
+    scales, offsets = (None if one is None else one.reshape(len(rows), -1) for one in (scales, offsets))
+    return codes.reshape(len(rows), -1), scales, offsets

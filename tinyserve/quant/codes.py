@@ -106,6 +106,15 @@ class Codes:
         by_row = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "inner", "outer")}
         return evolve(self, **{name: None if own is None else own[which] for name, own in by_row.items()})
 
+    def scaled_for(self, dtype: torch.dtype) -> Codes:
+        """The same for layers of a type. Scales of a GGUF file's K-quants are products of a half and a small integer:
+        exact in float32, else halves again (wrong by one part in 4096, where bfloat16 is by one in 512).
+        """
+        if dtype == torch.float32 or not self.scheme.blocks:
+            return self
+        zeros = self.zeros.half().float() if self.scheme.added else self.zeros
+        return evolve(self, scales=self.scales.half().float(), zeros=zeros)
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers, [N, K]; computed in float32."""
         dense = as_numbers(self.codes, self.scheme)

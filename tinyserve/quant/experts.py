@@ -143,7 +143,7 @@ class PackedExperts:
         Raises: CheckpointError: its columns are out of order, or its scales are no powers of two in MXFP4.
         """
         if getattr(stored, "scheme", None) == self.scheme:
-            codes = stored.codes()
+            codes = stored.codes().scaled_for(layer.dtype)
         else:
             codes = quantise(stored.read(torch.float32).to(layer.device), self.scheme)
         if codes.groups is not None:

@@ -82,7 +82,7 @@ class Grouped:
     def load(self, layer: Fused, name: str, part: int, stored: Stored) -> None:
         """Take one matrix over, or round it if its numbers are plain; on the layer's device, packed by `finish`."""
         if getattr(stored, "scheme", None) == self.scheme:
-            codes = stored.codes()
+            codes = stored.codes().scaled_for(layer.dtype)
         else:
             codes = quantise(stored.read(torch.float32).to(layer.device), self.scheme)
         # One scale a row is little, and torch's product of fp8 wants it in float32.
