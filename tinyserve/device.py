@@ -1,11 +1,11 @@
 """The machine under the tensors: the only file that names a vendor.
 
 A `Device` answers what the rest needs to know and do: how much memory is free, how a stream, an event or a pinned
-buffer is made, what a kernel may ask of the hardware. Everywhere else code says `device.event()`, never `torch.cuda`.
-ROCm builds of torch answer to the name cuda; XPU has the same calls under its own name; the CPU has none of them, and
-here gets objects that do nothing, so that no caller needs a branch.
+buffer is made. Everywhere else code says `device.event()`, never `torch.cuda`. ROCm builds of torch answer to the name
+cuda; XPU has the same calls under its own name; the CPU has none of them, and here gets objects that do nothing, so
+that no caller needs a branch. (What kernels ask of the hardware, kernels/launch.py asks of Triton.)
 
-Before: errors.py.  After: kernels/launch.py (block sizes by device), runner/memory.py (sizing), runner/runner.py.
+Before: errors.py.  After: runner/memory.py (sizing), runner/runner.py.
 """
 
 from __future__ import annotations
@@ -37,17 +37,6 @@ class Memory:
 
     free_bytes: int
     total_bytes: int
-
-
-@frozen
-class Capability:
-    """What kernels ask about. shared_bytes: shared memory (LDS) one program may use; units: SMs / CUs / cores."""
-
-    name: str
-    units: int
-    shared_bytes: int
-    warp_size: int
-    arch: str
 
 
 class _Nothing:
@@ -190,18 +179,15 @@ class Device:
         self.current_stream().wait_stream(side)
         return graph, result
 
-    def capability(self) -> Capability:
-        """What kernels may ask for. The CPU answers with what Triton's interpreter tolerates."""
+    def described(self) -> str:
+        """What it is, for people: its maker's name and its architecture."""
         if self._api is None:
-            return Capability("cpu", torch.get_num_threads(), 1 << 30, 32, "cpu")
+            return "cpu"
         properties = self._api.get_device_properties(self.index)
-        shared = getattr(properties, "shared_memory_per_block_optin", getattr(properties, "local_mem_size", 65536))
-        units = getattr(properties, "multi_processor_count", getattr(properties, "max_compute_units", 1))
-        arch = (
-            getattr(properties, "gcnArchName", "").split(":")[0]
-            or f"sm_{getattr(properties, 'major', 0)}{getattr(properties, 'minor', 0)}"
-        )
-        return Capability(properties.name, units, shared, getattr(properties, "warp_size", 32), arch)
+        arch = getattr(properties, "gcnArchName", "").split(":")[0]
+        if not arch and hasattr(properties, "major"):
+            arch = f"sm_{properties.major}{properties.minor}"
+        return f"{properties.name} ({arch})" if arch else properties.name
 
 
 def _host_memory() -> Memory:

@@ -60,7 +60,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield "device", f"torch cannot be imported: {error}"
         return
     device = Device.pick("auto")
-    memory, capability = device.memory(), device.capability()
+    memory = device.memory()
     free, total = memory.free_bytes / 2**30, memory.total_bytes / 2**30
-    yield "device", f"{device.kind}: {capability.name} ({capability.arch}), {free:.1f} of {total:.1f} GiB free"
+    yield "device", f"{device.kind}: {device.described()}, {free:.1f} of {total:.1f} GiB free"
     yield "torch build", f"CUDA {torch.version.cuda or '-'}, HIP {torch.version.hip or '-'}"
