@@ -7,14 +7,12 @@ Weights are random numbers of the right shapes, prompts random ids (seed 0), end
 says otherwise, prefix caching off. Each row is run once to warm up, then `--runs` times; the median counts. A row of
 milliseconds is the decode pace of the sequence that started last, when all run together: (its last token's time - its
 first token's) / (its tokens - 1). A row of tokens a second is everything from the first submission to the last token,
-read as LLM.generate reads: each answer once, when it is complete. The engine is that of an LLM: its steps
-have up to 16384 tokens. Ids are not turned into text, because these models
-have no tokenizer.
+read as LLM.generate reads: each answer once, when it is complete. The engine is that of an LLM: its steps have up to
+16384 tokens. Ids are not turned into text, because these models have no tokenizer.
 
 Floors are bytes over 4.3 TB/s or operations over 790 TFLOP/s; peer figures are of vLLM 0.25.1 on the same kind of
-machine (H200) in the same work. Row M1 is of latent attention: its config is in shapes.py, its floor 33.9 GB (61
-of 64 experts a layer, 4.1 GB of latents). Written as {"rows": {"W1a": {"value", "unit", "floor_pct", "peer_ratio",
-"runs"}}}.
+machine (H200) in the same work. Row M1 is of latent attention: its config is in shapes.py, its floor 33.9 GB (61 of 64
+experts a layer, 4.1 GB of latents). Written as {"rows": {"W1a": {"value", "unit", "floor_pct", "peer_ratio", "runs"}}}.
 """
 
 import argparse

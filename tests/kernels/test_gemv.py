@@ -16,11 +16,9 @@ FOLDED = {
 }
 
 
-def arguments(rows, width, parts, *, dtype, device):
-    """Positional and keyword arguments of a product with these parts."""
-    gate = "gate" in parts
-    make = {"dtype": dtype, "device": device}
-    weight = randn(rows * (2 if gate else 1), width, seed=1, spread=width**-0.5, **make)
+def keywords_of(parts, rows, width, *, dtype, device):
+    """Bias, and keyword arguments of a product with these parts."""
+    make, gate = {"dtype": dtype, "device": device}, "gate" in parts
     keywords = {
         "norm": randn(width, seed=3, **make) if "norm" in parts else None,
         "eps": 1e-5,
@@ -28,7 +26,14 @@ def arguments(rows, width, parts, *, dtype, device):
         "gate": "silu" if gate else None,
         "residual": randn(1, rows, seed=4, **make) if "residual" in parts else None,
     }
-    bias = randn(weight.shape[0], seed=2, **make) if "bias" in parts else None
+    return randn(rows * (1 + gate), seed=2, **make) if "bias" in parts else None, keywords
+
+
+def arguments(rows, width, parts, *, dtype, device):
+    """Positional and keyword arguments of a product with these parts."""
+    make = {"dtype": dtype, "device": device}
+    bias, keywords = keywords_of(parts, rows, width, **make)
+    weight = randn(rows * (2 if "gate" in parts else 1), width, seed=1, spread=width**-0.5, **make)
     return (randn(1, width, spread=2, **make), weight, bias), keywords
 
 

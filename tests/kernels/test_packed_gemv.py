@@ -4,23 +4,24 @@ import pytest
 import torch
 
 from tests.kernels.harness import assert_close, randn
-from tests.kernels.test_gemv import FOLDED
+from tests.kernels.test_gemv import FOLDED, keywords_of
 from tests.kernels.test_packed import LAYOUTS, meta_weight, weight_of
 from tinyserve.kernels.gemv import gemv_reference
 from tinyserve.kernels.packed_gemv import packed_gemv, packed_gemv_reference
 
 
-def keywords_of(parts, rows, width, *, dtype, device):
-    """Bias, and keyword arguments of a product with these parts."""
-    make, gate = {"dtype": dtype, "device": device}, "gate" in parts
-    keywords = {
-        "norm": randn(width, seed=3, **make) if "norm" in parts else None,
-        "eps": 1e-5,
-        "offset": 1.0 if "offset" in parts else 0.0,
-        "gate": "silu" if gate else None,
-        "residual": randn(1, rows, seed=4, **make) if "residual" in parts else None,
-    }
-    return randn(rows * (1 + gate), seed=2, **make) if "bias" in parts else None, keywords
+def check_one_row(product, reference, name, parts, rows, width, *, dtype, device):
+    """A product of one row is that of the codes' numbers, as its reference is, and the same each time."""
+    weight, dense = weight_of(name, rows * (2 if "gate" in parts else 1), width, device=device)
+    bias, keywords = keywords_of(parts, rows, width, dtype=dtype, device=device)
+    x = randn(1, width, dtype=dtype, device=device, spread=2)
+
+    actual = product(x, weight, bias, **keywords)
+
+    expected = gemv_reference(x, dense.to(device), bias, **keywords)
+    assert_close(actual, expected, scale=4)
+    assert_close(reference(x, weight, bias, **keywords), expected, scale=4)
+    assert torch.equal(actual, product(x, weight, bias, **keywords))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -28,16 +29,7 @@ def keywords_of(parts, rows, width, *, dtype, device):
 def test_packed_gemv_is_the_product_of_its_numbers(device, dtype, name, parts):
     """Breaks at 5 x 77 if a column past the end joins a sum, at 9 x 1152 if a place meets another's columns."""
     for rows, width in ((5, 77), (9, 1152)):
-        weight, dense = weight_of(name, rows * (2 if "gate" in parts else 1), width, device=device)
-        bias, keywords = keywords_of(parts, rows, width, dtype=dtype, device=device)
-        x = randn(1, width, dtype=dtype, device=device, spread=2)
-
-        actual = packed_gemv(x, weight, bias, **keywords)
-
-        expected = gemv_reference(x, dense.to(device), bias, **keywords)
-        assert_close(actual, expected, scale=4)
-        assert_close(packed_gemv_reference(x, weight, bias, **keywords), expected, scale=4)
-        assert torch.equal(actual, packed_gemv(x, weight, bias, **keywords))
+        check_one_row(packed_gemv, packed_gemv_reference, name, parts, rows, width, dtype=dtype, device=device)
 
 
 def test_refusals(device):

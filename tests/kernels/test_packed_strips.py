@@ -5,8 +5,7 @@ import torch
 
 from tests.kernels.harness import assert_close, gapped, randn
 from tests.kernels.test_packed import LAYOUTS, meta_weight, weight_of
-from tests.kernels.test_packed_gemv import keywords_of
-from tinyserve.kernels.gemv import gemv_reference
+from tests.kernels.test_packed_gemv import check_one_row
 from tinyserve.kernels.packed import tile_of
 from tinyserve.kernels.packed_gemm import packed_gemm
 from tinyserve.kernels.packed_strips import packed_strips, packed_strips_reference, strips_fit
@@ -25,16 +24,7 @@ def weight_tile(name):
 def test_one_row_is_the_product_of_its_numbers(device, dtype, name, parts):
     """Breaks at 37 x 300 if a tile past the end joins a sum, at 19 x 3072 if a column meets another's number."""
     for rows, width in ((37, 300 if weight_tile(name) == 128 else 384), (19, 3072)):
-        weight, dense = weight_of(name, rows * (2 if "gate" in parts else 1), width, device=device)
-        bias, keywords = keywords_of(parts, rows, width, dtype=dtype, device=device)
-        x = randn(1, width, dtype=dtype, device=device, spread=2)
-
-        actual = packed_strips(x, weight, bias, **keywords)
-
-        expected = gemv_reference(x, dense.to(device), bias, **keywords)
-        assert_close(actual, expected, scale=4)
-        assert_close(packed_strips_reference(x, weight, bias, **keywords), expected, scale=4)
-        assert torch.equal(actual, packed_strips(x, weight, bias, **keywords))
+        check_one_row(packed_strips, packed_strips_reference, name, parts, rows, width, dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)

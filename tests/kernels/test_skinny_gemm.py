@@ -42,7 +42,7 @@ def test_parts_add_up_to_the_product(device, monkeypatch, splits, width, swap):
 
 
 def test_invariant_rows_do_not_depend_on_their_batch(device, dtype):
-    """The bits of a row are the same alone and among 2, 3, 8 and 33 (batches of issue 3)."""
+    """The bits of a row are the same alone and among 2, 3, 8 and 33."""
     x, weight, bias = arguments(33, 100, 640, dtype=dtype, device=device, bias=True)
     whole = skinny_gemm(x, weight, bias, invariant=True)
 
