@@ -11,6 +11,7 @@ Source: arXiv:2405.04434 sec. 2; arXiv:2412.19437 sec. 2.1; keys of config.json.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -84,11 +85,22 @@ def softmax_routing(hf: HF) -> Routing:
     )
 
 
-def sparse_mlp(hf: HF, hidden: int, routing: Routing, kind: str) -> MoE:
-    """Make the experts and the shared ones, which are one block n times as wide."""
+def feed_forwards(hf: HF, c: ModelConfig, routing: Routing, *, dense: int = 0) -> Callable[[int], nn.Module]:
+    """Return what makes the block of layer i: experts and shared ones, which are one block n times as wide.
+
+    The first layers are dense: as many as the config says, else `dense`.
+    """
+    kind = activation(hf)
+    dense = hf.get("first_k_dense_replace", default=dense)
     inner, shared = hf.get("moe_intermediate_size"), hf.get("n_shared_experts", default=0)
-    beside = GatedMLP(hidden, inner * shared, kind) if shared else None
-    return MoE(hidden, routing, Experts(routing.experts, hidden, inner, kind), shared=beside)
+
+    def mlp(index: int) -> nn.Module:
+        if index < dense:
+            return GatedMLP(c.hidden, c.inner, kind)
+        beside = GatedMLP(c.hidden, inner * shared, kind) if shared else None
+        return MoE(c.hidden, routing, Experts(routing.experts, c.hidden, inner, kind), shared=beside)
+
+    return mlp
 
 
 def score_scale(hf: HF, sizes: LatentSizes) -> float:
@@ -105,10 +117,8 @@ def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     hf.get("qk_head_dim", default=None)  # nope and rope together
     c = ModelConfig.from_hf(hf)
-    kind = activation(hf)
     hf.expect("mlp_bias", False)
     hf.expect("moe_layer_freq", 1)
-    dense = hf.get("first_k_dense_replace", default=0)
     query = hf.get("q_lora_rank", default=None)
     bias = hf.get("attention_bias", default=False) if query else hf.expect("attention_bias", False)
     sizes = LatentSizes(
@@ -123,11 +133,7 @@ def build(hf: HF) -> Decoder:
     rope = Rope(rope_spec(hf, sizes.rotary, interleaved=hf.get("rope_interleave", default=True)))
     scale = score_scale(hf, sizes)
     norm = partial(RMSNorm, eps=c.norm_eps)
-
-    def mlp(index: int) -> nn.Module:
-        if index < dense:
-            return GatedMLP(c.hidden, c.inner, kind)
-        return sparse_mlp(hf, c.hidden, routing, kind)
+    mlp = feed_forwards(hf, c, routing)
 
     def layer(index: int) -> llama.Layer:
         attn = LatentAttention(c.hidden, sizes, rope=rope, scale=scale, bias=bias)

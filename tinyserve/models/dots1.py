@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import nn
-
 from ..layers.attention import Attention, Heads, Scores
-from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
 from . import llama, qwen3
-from .config import FULL, HF, SLIDING, ModelConfig, activation, layer_kinds, rope_spec, windows
+from .config import FULL, HF, SLIDING, ModelConfig, layer_kinds, rope_spec, windows
 from .decoder import Decoder
-from .deepseek import SHARED, sigmoid_routing, sparse_mlp
+from .deepseek import SHARED, feed_forwards, sigmoid_routing
 from .qwen3_moe import EXPERTS
 
 WEIGHTS = qwen3.WEIGHTS | EXPERTS | SHARED
@@ -36,21 +33,15 @@ def kinds_of_layers(hf: HF, num_layers: int) -> list[str]:
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf)
-    kind = activation(hf)
     hf.get("use_sliding_window", default=None)  # says what layer_types and max_window_layers say
     hf.expect("moe_layer_freq", 1)
     hf.expect("qk_norm", True)
     bias = hf.get("attention_bias", default=False)
-    dense = hf.get("first_k_dense_replace", default=0)
     window = windows(hf, kinds_of_layers(hf, c.num_layers), 4096)
     routing = sigmoid_routing(hf)
     rope = Rope(rope_spec(hf, c.head_dim))
     norm = partial(RMSNorm, eps=c.norm_eps)
-
-    def mlp(index: int) -> nn.Module:
-        if index < dense:
-            return GatedMLP(c.hidden, c.inner, kind)
-        return sparse_mlp(hf, c.hidden, routing, kind)
+    mlp = feed_forwards(hf, c, routing)
 
     def layer(index: int) -> llama.Layer:
         heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)

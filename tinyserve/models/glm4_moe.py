@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import nn
-
 from ..layers.attention import Attention, Heads
-from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
 from . import llama, qwen3
-from .config import HF, ModelConfig, activation, rope_spec
+from .config import HF, ModelConfig, rope_spec
 from .decoder import Decoder
 from .deepseek import LATER_LAYERS as LATER_LAYERS
-from .deepseek import SHARED, sigmoid_routing, sparse_mlp
+from .deepseek import SHARED, feed_forwards, sigmoid_routing
 from .qwen3_moe import EXPERTS
 
 WEIGHTS = qwen3.WEIGHTS | EXPERTS | SHARED
@@ -28,18 +25,12 @@ WEIGHTS = qwen3.WEIGHTS | EXPERTS | SHARED
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf, eps=1e-5)
-    kind = activation(hf)
     bias = hf.get("attention_bias", default=False)
-    dense = hf.get("first_k_dense_replace", default=1)
     routing = sigmoid_routing(hf)
     rope = Rope(rope_spec(hf, c.head_dim, partial=0.5))
     norm = partial(RMSNorm, eps=c.norm_eps)
     head_norm = norm if hf.get("use_qk_norm", default=False) else None
-
-    def mlp(index: int) -> nn.Module:
-        if index < dense:
-            return GatedMLP(c.hidden, c.inner, kind)
-        return sparse_mlp(hf, c.hidden, routing, kind)
+    mlp = feed_forwards(hf, c, routing, dense=1)
 
     def layer(index: int) -> llama.Layer:
         heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)

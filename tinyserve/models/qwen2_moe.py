@@ -1,6 +1,6 @@
 """Qwen2-MoE (also Qwen1.5-MoE): Qwen2 with experts, and a shared expert behind a gate of its own.
 
-Before: models/qwen3_moe.py (which layers are sparse).  After: models/decoder.py runs it.
+Before: models/qwen3_moe.py (routing, and which layers are sparse).  After: models/decoder.py runs it.
 
 Source: arXiv:2407.10671 sec. 2.2.2; keys of config.json.
 """
@@ -16,12 +16,11 @@ from ..layers.mlp import GatedMLP
 from ..layers.moe import Experts, MoE
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope
-from ..layers.routing import Routing
 from . import llama
 from .config import HF, ModelConfig, activation, rope_spec
 from .decoder import Decoder
 from .qwen2 import windows
-from .qwen3_moe import EXPERTS, is_sparse
+from .qwen3_moe import EXPERTS, is_sparse, softmax_routing
 
 WEIGHTS = (
     llama.WEIGHTS
@@ -45,11 +44,7 @@ def build(hf: HF) -> Decoder:
     window = windows(hf, c.num_layers)
     sparse = is_sparse(hf, c.num_layers)
     inner, shared = hf.get("moe_intermediate_size"), hf.get("shared_expert_intermediate_size")
-    routing = Routing(
-        experts=hf.get("num_experts", "num_local_experts"),
-        top_k=hf.get("num_experts_per_tok"),
-        renormalise=hf.get("norm_topk_prob", default=False),
-    )
+    routing = softmax_routing(hf)
     rope = Rope(rope_spec(hf, c.head_dim))
     norm = partial(RMSNorm, eps=c.norm_eps)
 

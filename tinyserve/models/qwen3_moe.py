@@ -39,6 +39,15 @@ def is_sparse(hf: HF, num_layers: int) -> list[bool]:
     return [index not in dense and (index + 1) % step == 0 for index in range(num_layers)]
 
 
+def softmax_routing(hf: HF) -> Routing:
+    """Return the routing: softmax scores over all experts, of those that are chosen perhaps renormalised."""
+    return Routing(
+        experts=hf.get("num_experts", "num_local_experts"),
+        top_k=hf.get("num_experts_per_tok"),
+        renormalise=hf.get("norm_topk_prob", default=False),
+    )
+
+
 def build(hf: HF) -> Decoder:
     """Make the model that config.json describes, without memory."""
     c = ModelConfig.from_hf(hf)
@@ -48,11 +57,7 @@ def build(hf: HF) -> Decoder:
     window = windows(hf, c.num_layers)
     sparse = is_sparse(hf, c.num_layers)
     inner = hf.get("moe_intermediate_size")
-    routing = Routing(
-        experts=hf.get("num_experts", "num_local_experts"),
-        top_k=hf.get("num_experts_per_tok"),
-        renormalise=hf.get("norm_topk_prob", default=False),
-    )
+    routing = softmax_routing(hf)
     rope = Rope(rope_spec(hf, c.head_dim))
     norm = partial(RMSNorm, eps=c.norm_eps)
 
