@@ -79,7 +79,7 @@ async def test_no_request_hurts(tok, request_count):
             await asyncio.gather(*(client() for _ in range(AT_ONCE)))
         await server.settled(PATIENCE)
 
-    assert lag.worst < LIMIT, f"the loop was held for {lag.worst:.3f} s"
+    assert lag.worst < LIMIT, lag
     assert len(left) < request_count / 20, f"no answer in time: {left[:10]}"
 
 

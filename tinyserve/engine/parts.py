@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     """
     prepare_cpu_environment(config.runner.cpu_threads)
     with phases("import"), _uncollected():
-        from ..models.config import choose_dtype, promised_length
+        from ..models.config import choose_dtype
         from ..models.registry import load_model
         from ..quant.cpu import packed_bytes
         from ..text.generation import GenerationDefaults
@@ -111,10 +111,8 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     with phases("files"):
         source = _resolve(config, config.model.model, phases.check)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer, phases.check)
-        promised = promised_length({**source.config(), **config.model.hf_overrides})
         served = config.model.served_model_name or (config.model.model,)
-        context(config.model.max_model_len, promised, None)  # refused here, not after minutes of reading weights
-        check_modules(config.lora.lora_modules, served, config.lora.max_lora_rank)
+        _check_early(config, source, served)
     with phases("tokenizer"):
         tokenizer = _tokenizer(config, words)
         chat = {"template": _template(config, tokenizer), "parsing": choose_parsing(config, tokenizer)}
@@ -152,6 +150,15 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         dtype=choose_dtype(dtype, model.config, device.torch),
     )
+
+
+def _check_early(config: EngineConfig, source: Any, served: Sequence[str]) -> None:
+    """Refuse what can be known to be wrong before minutes of reading weights. Raises: ConfigError."""
+    from ..models.config import promised_length
+
+    promised = promised_length({**source.config(), **config.model.hf_overrides})
+    context(config.model.max_model_len, promised, None)
+    check_modules(config.lora.lora_modules, served, config.lora.max_lora_rank)
 
 
 @contextmanager

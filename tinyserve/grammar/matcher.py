@@ -295,12 +295,16 @@ class Matcher:
         """The library's matcher, when its mask is needed; None when `finish` makes the mask alone.
 
         The library's own mask has one token wherever it says that some have to come: a third of an answer in JSON. It
-        asks for their ids in Python, which the threads that compute masks would wait for.
+        asks for their ids in Python, which the threads that compute masks would wait for. Finding out what has to come
+        holds the interpreter, for 0.1 s where that is a text of 100 KB; so what is long is first followed by a mask,
+        which holds nobody, and remembered.
         """
         self._start()
         if self._match is None or self._behind or (self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING)):
             return None
         if not self._only:
+            if not self._patience.short:
+                self._match.compute_bitmask()
             self._only.extend(self._match.compute_ff_tokens())
         return None if self._only else self._match
 

@@ -21,6 +21,7 @@ from ..structured import Constraint
 
 MAX_CHARACTERS = 256 * 1024  # of a schema, regex or grammar
 MAX_DEPTH = 64
+MAX_OPTIONAL = 2000  # properties of one object; each may follow each, and 3000 cost 0.1 s at a token
 BLANKS = r"(\x20|\r?\n[\x20\t]{0,16})?"  # one space, or one line break and its indentation
 FREE_TEXT = r"/(.|\n)*/"
 # Keywords that change which values are valid, and that the library passes over without a word.
@@ -81,11 +82,24 @@ def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
             del part["uniqueItems"]  # which says nothing
         if constraint.closed and "properties" in part:
             part.setdefault("additionalProperties", False)
+        _check_optional(part)
     if constraint.compact:
         style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
     else:
         style = {"whitespace_pattern": constraint.blanks or BLANKS}
     return json.dumps(schema, ensure_ascii=False), style
+
+
+def _check_optional(schema: dict[str, Any]) -> None:
+    names, required = schema.get("properties"), schema.get("required")
+    if not isinstance(names, dict) or len(names) <= MAX_OPTIONAL:
+        return
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    if (count := len(names.keys() - needed)) > MAX_OPTIONAL:
+        raise _Wrong(
+            f"an object has {count} optional properties; at most {MAX_OPTIONAL} can be followed. Put those that every "
+            "answer needs into 'required' (any number), or describe the others with 'additionalProperties'"
+        )
 
 
 def _schemas(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,7 @@ BOUNDS = {
     "initial_lexer_fuel": 2_000_000,
     "step_lexer_fuel": 500_000,
     "max_grammar_size": 500_000,
-    "max_items_in_row": 12_000,  # 3000 properties, or 1000 branches of anyOf
+    "max_items_in_row": 12_000,  # 3000 optional properties, or 1000 branches of anyOf
 }
 _LENGTH = struct.Struct("<Q")
 _READY = b"!"
