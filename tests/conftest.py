@@ -16,7 +16,7 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=1500, metavar="N", help="random requests of tests/cases/test_fuzz.py")
     parser.addoption("--storm", type=float, default=3.0, metavar="S", help="seconds of the abort storm")
     parser.addoption("--configs", type=int, default=1, metavar="N", help="of each family, tests/models/test_device.py")
-    parser.addoption("--growth", type=int, default=0, metavar="N", help="requests of the memory test; 0: left out")
+    parser.addoption("--growth", type=int, default=1000, metavar="N", help="requests of the memory test")
 
 
 def pytest_collection_modifyitems(items):
