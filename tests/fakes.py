@@ -53,6 +53,7 @@ class FakeFlight:
     """A launched step, awaitable like runner.Flight; it lands when its output is first looked at."""
 
     waited: ClassVar[bool] = True  # for what the loop is not hurried
+    watched: ClassVar[float] = 0.0
 
     step_id: int
     _output: StepOutput

@@ -14,8 +14,8 @@ from .toy import answer, letters, settle, start
 
 
 class Step:
-    def __init__(self, waited, landed=True):
-        self.waited, self.landed = waited, landed
+    def __init__(self, waited, landed=True, watched=0.0):
+        self.waited, self.landed, self.watched = waited, landed, watched
 
 
 IDLE, BUSY = Step(waited=False), Step(waited=True)
@@ -60,6 +60,11 @@ def test_a_busy_loop_makes_readers_wait(clock):
     assert [windows(pace, clock, 1, flight=BUSY, share=0.85) for _ in range(3)] == [2, 4, 8]
     assert windows(pace, clock, 3 * PATIENCE, flight=BUSY, share=0.7) == 8
     assert windows(pace, clock, PATIENCE, flight=BUSY, share=0.5) == 4
+
+
+def test_to_watch_the_device_is_no_work(clock):
+    """The thread is busy all of the time, 40 % of it with asking whether a step has landed: readers do not wait."""
+    assert windows(Pace(), clock, 3, flight=Step(waited=True, watched=0.0004), share=1.0) == 1
 
 
 def test_few_readers_get_every_token(clock):

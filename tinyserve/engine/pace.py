@@ -32,11 +32,13 @@ class Pace:
         self._idle = 0  # those of them after which the device had nothing to do
         self._calm = 0  # windows in a row in which the loop kept up
         self._began, self._worked = time.monotonic(), time.thread_time()
+        self._watched = 0.0  # seconds of this window in which the thread did nothing but ask the device
 
     def note(self, flight: Any, flying: Iterable[Any], streams: int) -> None:
         """A flight has landed. flying: those behind it.   streams: answers that are being made."""
         self._step += 1
         self._steps += 1
+        self._watched += flight.watched
         self._idle += not flight.waited and all(other.landed for other in flying)
         if streams < MANY:
             self.together = 1
@@ -50,10 +52,11 @@ class Pace:
 
     def _decide(self, now: float, streams: int) -> None:
         worked, wall, steps = time.thread_time(), now - self._began, self._steps
-        share, most = (worked - self._worked) / max(wall, 1e-9), min(MOST, LONGEST * steps / max(wall, 1e-9))
+        share = (worked - self._worked - self._watched) / max(wall, 1e-9)
+        most = min(MOST, LONGEST * steps / max(wall, 1e-9))
         behind = 2 * self._idle > steps or share > BUSY
         self._calm = 0 if self._idle or share > CALM else self._calm + 1
-        self._began, self._worked, self._idle, self._steps = now, worked, 0, 0
+        self._began, self._worked, self._watched, self._idle, self._steps = now, worked, 0.0, 0, 0
         while self.together > most and self.together > 1:
             self.together //= 2  # steps have become slow: a prompt, or a pause
         if streams >= MANY and behind and 2 * self.together <= most:

@@ -133,10 +133,11 @@ class MaskPool:
         start = now = time.perf_counter()
         bits, count = self._buffer(len(matchers), matchers[0].width), 0
         where, size = bits.ctypes.data, bits.shape[1] * 4
-        for row, matcher in zip(bits, matchers, strict=True):
+        for matcher in matchers:
             if (library := _library(matcher)) is not None:
                 library.unsafe_compute_mask_ptr(where + count * size, size)
-            _finish(matcher, row)
+            if not matcher.plain:
+                _finish(matcher, bits[count])
             count, before, now = count + 1, now, time.perf_counter()
             if now - before > ROW_SECONDS:
                 matcher.note(quick=False)

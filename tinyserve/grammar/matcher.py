@@ -192,26 +192,26 @@ class Matcher:
         words = self._words or self._start()
         data = words.bytes[token] if token < len(words.bytes) else b""
         gate, number = self._gate, self._number
-        self._log.append((gate and gate.state, number, token, False))
-        if gate is not None and gate.mode is not Mode.ANSWER:
+        if gate is None:
+            self._log.append((None, number, token, self._match is not None and self._take(token)))
+        else:
+            self._log.append((gate.state, number, token, False))
             self._gated(token, data, gate)
-        elif self._match is not None:
-            self._take(token)
         if self._only:
             if token == self._only[0] and self._log[-1][3]:
                 self._only.popleft()
             else:
                 self._only.clear()
-        if data and data[-1] not in _NUMERIC:
-            self._number = b""
-        elif data:
+        if data and data[-1] in _NUMERIC:
             self._number = _NUMBER.search(number[-MAX_DIGITS - 4 :] + data).group()
+        elif data:
+            self._number = b""
 
     def _gated(self, token: int, data: bytes, gate: Gate) -> None:
         """A token that may belong to a thought; while that is not known, it goes to the grammar, if it can."""
         undecided = gate.mode is Mode.UNDECIDED
         behind = undecided and len(self._log) > 1 and not self._log[-2][3]
-        if gate.takes(data):
+        if gate.mode is not Mode.ANSWER and gate.takes(data):
             if undecided and (taken := sum(entry[3] for entry in self._log)):
                 self._match.rollback(taken)
                 self._log = [(*entry[:3], False) for entry in self._log]
@@ -220,7 +220,7 @@ class Matcher:
         elif gate.mode is Mode.ANSWER and behind:
             self._fail()
         elif gate.mode is Mode.ANSWER or not (behind or self._match.validate_tokens([token]) != 1):
-            self._take(token)
+            self._log[-1] = (*self._log[-1][:3], self._take(token))
 
     @property
     def _behind(self) -> bool:
@@ -228,24 +228,25 @@ class Matcher:
         undecided = self._gate is not None and self._gate.mode is Mode.UNDECIDED
         return undecided and bool(self._log) and not self._log[-1][3]
 
-    def _take(self, token: int) -> None:
-        """Give a token to the grammar."""
+    def _take(self, token: int) -> bool:
+        """Give a token to the grammar. False: it ends the answer and is none of the grammar's."""
         if self._stop_ids and token in self._stop_ids and token not in self._words.end_ids:
             self.ended = self._match.is_accepting()
-            return
-        gate, number, *_ = self._log[-1]
-        self._log[-1] = gate, number, token, True
+            return False
         slow = self._patience.slow
         begin = time.thread_time() if slow else 0.0  # asking costs more than a usual token
         start = time.perf_counter()
         taken = self._match.consume_token(token)
+        late = time.perf_counter() - start > USUAL_SECONDS
         if slow:
             self.spend(time.thread_time() - begin)
-        self._patience.slow = time.perf_counter() - start > USUAL_SECONDS
+        if slow or late:
+            self._patience.slow = late
         if not taken:
             self._fail()
         elif token in self._words.end_ids:
             self.ended = self._match.is_stopped()
+        return True
 
     def spend(self, seconds: float) -> None:
         """Note what the library computed for a token. What costs too much ends with an error: all wait for it."""
@@ -299,14 +300,26 @@ class Matcher:
         holds the interpreter, for 0.1 s where that is a text of 100 KB; so what is long is first followed by a mask,
         which holds nobody, and remembered.
         """
-        self._start()
-        if self._match is None or self._behind or (self._gate and self._gate.mode in (Mode.THINKING, Mode.FORCING)):
+        if self._words is None:
+            self._start()
+        if self._only or self._match is None or (self._gate is not None and not self._follows()):
             return None
-        if not self._only:
-            if not self._patience.short:
-                self._match.compute_bitmask()
-            self._only.extend(self._match.compute_ff_tokens())
-        return None if self._only else self._match
+        if not self._patience.short:
+            self._match.compute_bitmask()
+        if only := self._match.compute_ff_tokens():
+            self._only.extend(only)
+            return None
+        return self._match
+
+    def _follows(self) -> bool:
+        """Whether the grammar stands where the answer does."""
+        return self._gate.mode not in (Mode.THINKING, Mode.FORCING) and not self._behind
+
+    @property
+    def plain(self) -> bool:
+        """Whether the library's mask, where there is one, is the mask: `finish` would change nothing."""
+        plain = self._gate is None and not self._only and not self._stop_ids and len(self._log) >= self._min_tokens
+        return plain and self._match is not None and not self._match.is_error() and not self._too_long()
 
     def finish(self, row: np.ndarray) -> None:
         """Make the mask of the next token: `row` [width] int32 holds the library's, if there is one."""
@@ -338,9 +351,8 @@ class Matcher:
                 row[:] = -1
 
     def _trim(self, row: np.ndarray) -> None:
-        words, number = self._words, self._number
-        long = number and self._wanted.kind in WITH_JSON and self._too_long()
-        if long and not (row & words.letters).any():
+        words = self._words
+        if self._too_long() and not (row & words.letters).any():
             others = row & ~words.digits  # no letter may come either: this is a number and not a text
             row[:] = others if others.any() else row
         if len(self._log) < self._min_tokens:
@@ -354,7 +366,13 @@ class Matcher:
                 _allow(row, token)
 
     def _too_long(self) -> bool:
-        exponent, digits = _DIGITS.search(self._number).groups()
+        """Whether the answer ends with as many digits as a number in JSON may have."""
+        number = self._number
+        if not number or self._wanted.kind not in WITH_JSON:
+            return False
+        if len(number) < MAX_DIGITS and b"e" not in number and b"E" not in number:
+            return False
+        exponent, digits = _DIGITS.search(number).groups()
         return len(digits) >= (MAX_EXPONENT if exponent else MAX_DIGITS)
 
     def _fail(self) -> None:

@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
@@ -33,11 +33,12 @@ from ..sampling.logprobs import TokenReports
 from ..sampling.sampler import GrammarMask, Sampler
 from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs, Tokens
 from .batch import Batch, BatchBuilder, Shape, Views
-from .flight import Flight, pass_on
+from .flight import Flight, Patience, Watch, pass_on
 from .graphs import Computed, Eager, Graphs
 from .hands import Hands, by_graph, done
 from .held import HeldChoice
 from .pooled import pooled, wanted
+from .queued import Begun, Forward, Launched
 from .scored import score_all, scored
 from .slots import Differences, Rows
 from .workers import Workers
@@ -73,51 +74,6 @@ class Limits:
     words: int = 0
 
 
-class _Launched(NamedTuple):
-    """A step whose kernels are queued: what `_land` needs to build the output.
-
-    Args:
-        order: the slice of each sequence of the batch.   places: where its token stands in the result.
-        result: [2 S] tokens and bad flags; they are there once the event has come. None if nothing was chosen.
-        reports: of the sequences, by their place.   prompt_scores, pooled: by slice.
-    """
-
-    step: StepInput
-    order: Sequence[int]
-    places: Sequence[int]
-    result: memoryview | None
-    reports: TokenReports | None
-    prompt_scores: dict[int, list[Any]]
-    pooled: dict[int, torch.Tensor]
-    event: Any
-    started: float
-
-
-@frozen
-class _Forward:
-    """The forward of a step, queued. exact: its shape without padding; shape: what was run.   again: choose anew."""
-
-    pieces: Sequence[SeqSlice]
-    slots: tuple[int, ...]
-    exact: Shape
-    shape: Shape
-    views: Views
-    computed: Computed
-    sampled: bool
-    again: bool
-
-
-@frozen
-class _Begun:
-    """A step whose tokens are still to be chosen. forward: None if it computes nothing.   stream: it is queued on."""
-
-    step: StepInput
-    order: Sequence[int]
-    forward: _Forward | None
-    started: float
-    stream: Any
-
-
 class Runner:
     """Runs steps for one model on one device.
 
@@ -151,7 +107,8 @@ class Runner:
         self._worker = Workers("tinyserve-step")
         self._hands = Hands(self._worker if device.is_cpu else None)
         self._held = HeldChoice(sampler, self.graphs, limits.words, device.torch)
-        self._before: _Begun | None = None  # the step before, if all of it was a graph's
+        self._before: Begun | None = None  # the step before, if all of it was a graph's
+        self._patience = Patience()
         self._closed = False
 
     def launch(self, step: StepInput) -> Flight:
@@ -160,7 +117,7 @@ class Runner:
             raise EngineDead("The runner is closed.")
         if step.masks is not None and not step.masks.begun:
             return self._launch_early(step)
-        if self._hands.free and self._repeats(step):
+        if step.masks is None and self._hands.free and self._repeats(step):
             launched = self._repeat(step)
         else:
             quick = step.masks is None and self._is_quick(step)
@@ -169,17 +126,30 @@ class Runner:
 
     def _launch_early(self, step: StepInput) -> Flight:
         """Queue the forward now, and the rest once its masks are known; nothing is planned behind such a step."""
-        landing: Future[StepOutput] = Future()
-        early = self._is_quick(step)
-        begun = self._hands.do(early, self._on_device, self._begin, step)
+        flight = Flight(step.step_id, Future())
+        repeats = self._hands.free and self._repeats(step)
+        early = repeats or self._is_quick(step)
+        begun = self._replay(step) if repeats else self._hands.do(early, self._on_device, self._begin, step)
 
         def choose() -> None:  # who waits for the masks is not quick, nor is what reports on prompts
             quick = early and step.masks.there and isinstance(step.slices, Decodes)
-            launched = self._hands.do(quick, self._on_device, self._finish, begun)
-            self._worker.submit(self._land, launched).add_done_callback(lambda done: pass_on(done, landing))
+            self._bring_home(self._hands.do(quick, self._on_device, self._finish, begun), flight)
 
         step.masks.when_begun(choose)
-        return Flight(step.step_id, landing)
+        return flight
+
+    def _bring_home(self, launched: Launched | Future[Launched], flight: Flight) -> None:
+        """Let the loop itself land the flight, if it may come soon; else a thread."""
+
+        def leave() -> None:
+            landing = self._worker.submit(self._land, launched)
+            landing.add_done_callback(lambda done: pass_on(done, flight.landing))
+
+        quick = isinstance(launched, Launched) and launched.reports is None
+        if quick and self._patience.lasts():
+            flight.watch = Watch(launched.event.query, lambda: self._land(launched), leave, self._patience)
+        else:
+            leave()
 
     def _is_quick(self, step: StepInput) -> bool:
         """Whether a step is launched in less than a millisecond: on a GPU, by a graph, and no adapter is copied."""
@@ -204,6 +174,7 @@ class Runner:
         self._hands.close()
         self._before = None
         self._worker.close()
+        self.device.synchronize()  # a flight that was watched may not have landed
         self.graphs.close()
         self.adapters.close()
         del self.model, self.sampler, self.rows, self.batches, self.adapters, self._held
@@ -239,7 +210,7 @@ class Runner:
         with torch.inference_mode(), self.device.use():
             return work(*args)
 
-    def _enqueue(self, step: StepInput) -> _Launched:
+    def _enqueue(self, step: StepInput) -> Launched:
         """Queue all kernels of a step and the copies of its results (on the CPU: run them)."""
         return self._on_device(lambda: self._finish(self._begin(step)))
 
@@ -247,18 +218,28 @@ class Runner:
         """Whether a step differs from the one before only in positions, and that one was a graph's from end to end."""
         before, slices = self._before, step.slices
         same = before is not None and isinstance(slices, Decodes) and slices.slots is before.forward.slots
-        return same and not (step.opened or step.closed or step.edits or step.moves or step.masks)
+        same = same and before.forward.again == (step.masks is not None)
+        return same and not (step.opened or step.closed or step.edits or step.moves)
 
-    def _repeat(self, step: StepInput) -> _Launched:
-        """Queue such a step: nothing has to be found out, and no tensor is touched from here."""
-        started, order, forward = time.perf_counter(), self._before.order, self._before.forward
-        self.batches.resend(step.slices, forward.shape)
-        self.graphs.replay(forward.shape)
-        event = self._events[self.batches.slot]
-        event.record(self._before.stream)
-        return _Launched(step, order, order, self.batches.given(forward.shape.seqs), None, {}, {}, event, started)
+    def _replay(self, step: StepInput) -> Begun:
+        """Queue the forward of such a step: nothing has to be found out, and no tensor is touched from here."""
+        before, started = self._before, time.perf_counter()
+        self.batches.resend(step.slices, before.forward.shape)
+        self.graphs.replay(before.forward.shape)
+        return Begun(step, before.order, before.forward, started, before.stream)
 
-    def _begin(self, step: StepInput) -> _Begun:
+    def _repeat(self, step: StepInput) -> Launched:
+        """Queue such a step, whose tokens its graph chooses."""
+        begun, event = self._replay(step), self._events[self.batches.slot]
+        event.record(begun.stream)
+        return self._chosen(begun, event)
+
+    def _chosen(self, begun: Begun, event: Any) -> Launched:
+        """A step of a graph that is queued as a whole, with a token for each of its sequences and nothing else."""
+        result = self.batches.given(begun.forward.shape.seqs)
+        return Launched(begun.step, begun.order, begun.order, result, None, {}, {}, event, begun.started)
+
+    def _begin(self, step: StepInput) -> Begun:
         """Queue what does not depend on grammars."""
         started = time.perf_counter()
         differences = self._take(step)
@@ -269,24 +250,28 @@ class Runner:
             forward = self._forward(pieces, differences, masked=step.masks is not None)
         else:
             self.rows.write(differences)
-        return _Begun(step, order, forward, started, self.device.current_stream())
+        return Begun(step, order, forward, started, self.device.current_stream())
 
-    def _finish(self, begun: _Begun | Future[_Begun]) -> _Launched:
+    def _finish(self, begun: Begun | Future[Begun]) -> Launched:
         """Queue the choice of tokens as far as the forward has not made it, and what brings results home."""
         begun = done(begun)
         step, order, forward = begun.step, begun.order, begun.forward
+        held = forward is not None and forward.again and self._held.replay(step.masks, forward.slots, forward.shape)
+        whole = forward is not None and isinstance(step.slices, Decodes) and (held or not forward.again)
+        self._before = begun if whole and self.graphs.holds(forward.shape) else None
+        event = self.device.event() if forward is None else self._events[self.batches.slot]
+        if held and whole:
+            event.record(begun.stream)
+            return self._chosen(begun, event)
         places, result, reports, scores, pools = order, None, None, {}, {}
         if forward is not None:
-            places, result, reports = self._choose(forward, step.masks)
+            places, result, reports = self._choose(forward, step.masks, chosen=held or not forward.again)
             pieces, hidden = forward.pieces, forward.computed.hidden
             scores = score_all(hidden, pieces, order, self.rows, self.model, self.sampler)
             if which := wanted(pieces, self.rows.pooled):
                 pools = {order[i]: vector for i, vector in pooled(hidden, pieces, which).items()}
-        event = self.device.event() if forward is None else self._events[self.batches.slot]
         event.record(begun.stream)
-        alone = forward is not None and isinstance(step.slices, Decodes) and not forward.again
-        self._before = begun if alone and self.graphs.holds(forward.shape) else None
-        return _Launched(step, order, places, result, reports, scores, pools, event, begun.started)
+        return Launched(step, order, places, result, reports, scores, pools, event, begun.started)
 
     def _take(self, step: StepInput) -> Differences | None:
         """Book rows that close and open, with the sampler too; what the rows on the device must be told."""
@@ -298,7 +283,7 @@ class Runner:
         self.adapters.apply(step.moves)
         return self.rows.take(step)
 
-    def _forward(self, pieces: Sequence[SeqSlice], differences: Differences | None, *, masked: bool) -> _Forward:
+    def _forward(self, pieces: Sequence[SeqSlice], differences: Differences | None, *, masked: bool) -> Forward:
         """Queue the forward, and the choice of tokens where that is all that the rows ask for."""
         slots = pieces.slots if isinstance(pieces, Decodes) else tuple([piece.slot for piece in pieces])
         asks = self.sampler.asks(slots)
@@ -317,13 +302,15 @@ class Runner:
             return self._compute(batch, filters=asks.filters, sampled=sampled, chosen=not again, whole=whole)
 
         computed = self.graphs.run(views, compute)
-        return _Forward(pieces, slots, own, shape, views, computed, sampled, again)
+        return Forward(pieces, slots, own, shape, views, computed, sampled, again)
 
-    def _choose(self, forward: _Forward, masks: Any) -> tuple[Sequence[int], memoryview | None, TokenReports | None]:
-        """Choose tokens if the forward has not; the places of sequences in the result, the result, and reports."""
+    def _choose(
+        self, forward: Forward, masks: Any, *, chosen: bool
+    ) -> tuple[Sequence[int], memoryview | None, TokenReports | None]:
+        """Choose tokens if that is not done; the places of sequences in the result, the result, and reports."""
         own, shape, slots, views = forward.exact, forward.shape, forward.slots, forward.views
         reports, places = None, range(len(forward.pieces))
-        if forward.again and not self._held.replay(masks, slots, shape):
+        if not chosen:
             views = self.batches.views(own)
             grammar = None if masks is None else GrammarMask.of(masks.result(), masks.slots, slots, self.device.torch)
             reports = self._sample(forward.computed, slots, views, grammar)
@@ -370,7 +357,7 @@ class Runner:
         where = (part[: len(tokens)] for part in (views.slots, views.seq_lens, views.kept))
         keep_tokens(tokens, bad, *where, self.rows.tokens, self.batches.home, self.batches.turn, late=late)
 
-    def _land(self, launched: _Launched | Future[_Launched]) -> StepOutput:
+    def _land(self, launched: Launched | Future[Launched]) -> StepOutput:
         """Wait for the device (sleeping), then say in Python what the step gave."""
         launched = done(launched)
         launched.event.synchronize()
