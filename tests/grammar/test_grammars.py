@@ -212,7 +212,7 @@ def test_a_system_that_bounds_no_process_tries_grammars_too(monkeypatch):
     code = "import sys; sys.modules['resource'] = None; import tinyserve.grammar.compile"
     subprocess.run([sys.executable, "-c", code], check=True)
     with monkeypatch.context() as patched:
-        patched.setattr(trial, "resource", None)
+        patched.setitem(sys.modules, "resource", None)
         patched.delattr(trial.signal, "setitimer")
         trial._alarm(1.0), trial._bound(100)
         assert trial._memory() >= 0

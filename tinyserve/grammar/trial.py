@@ -7,6 +7,9 @@ tokens. Where it goes too far the child dies, its sender gets a 400, and the nex
 
     parent <--"!"-- child, once          parent --length, grammar--> child: compile, follow --length, JSON--> parent
 
+A system without limits of a process (Windows) bounds a trial by the parent's patience alone: a grammar may take as much
+memory there as it gets within that time.
+
 The child's vocabulary is the 256 bytes and the special tokens: what a grammar costs hardly depends on the words.
 
 Before: schema.py (the text of a grammar).  After: compile.py, which compiles for itself what has passed.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import random
 import signal
@@ -25,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,11 +37,6 @@ from attrs import frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ..config import environment_to_start
-
-try:
-    import resource
-except ImportError:  # Windows bounds neither memory nor time of a process; the parent's patience ends it there
-    resource = None  # type: ignore[assignment]
 
 MEMORY_BYTES = 256 * 2**20  # that one grammar may take
 START_SECONDS = 30.0  # for a new child, on a busy machine
@@ -229,6 +229,7 @@ def _bound(size: int) -> None:
 
     A limit that the system or its administrator set lower stays; a system that bounds no addresses (macOS) refuses.
     """
+    resource = _limits_of_processes()
     if resource is None:
         return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -236,6 +237,14 @@ def _bound(size: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (size, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limits_of_processes() -> ModuleType | None:
+    """The module `resource`; None on a system that has none."""
+    try:
+        return importlib.import_module("resource")
+    except ImportError:
+        return None
 
 
 def _follow(tokens: LLTokenizer, grammar: str) -> LLMatcher:
@@ -259,6 +268,7 @@ def _memory(field: int = 1) -> int:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
+    resource = _limits_of_processes()
     if resource is None:
         return 0
     try:

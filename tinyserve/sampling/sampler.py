@@ -40,20 +40,13 @@ class GrammarMask:
     rows: Tensor
 
     @classmethod
-    def of(
-        cls, bits: np.ndarray, masked: Sequence[int], slots: Sequence[int], device: torch.device
-    ) -> GrammarMask | None:
-        """From the masks [M, W] of the request rows `masked`, for logits of the request rows `slots`.
+    def of(cls, bits: np.ndarray, masked: Sequence[int], slots: Sequence[int], device: torch.device) -> GrammarMask:
+        """From the masks [M, W] of the request rows `masked`, for logits of the request rows `slots`, M of them these.
 
         Nothing waits for the device, and bits in pinned memory are not copied on the way.
         """
         place = {slot: row for row, slot in enumerate(slots)}
-        kept = [index for index, slot in enumerate(masked) if slot in place]
-        if not kept:
-            return None
-        if len(kept) < len(masked):
-            bits = bits[kept]
-        rows = upload([place[masked[index]] for index in kept], device)
+        rows = upload([place[slot] for slot in masked], device)
         host = torch.from_numpy(bits)
         there = host.clone() if device.type == "cpu" else host.to(device, non_blocking=True)
         return cls(there, rows)
