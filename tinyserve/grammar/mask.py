@@ -137,7 +137,7 @@ class MaskPool:
         for matcher in matchers:
             if (library := _library(matcher)) is not None:
                 library.unsafe_compute_mask_ptr(where + count * size, size)
-            if not matcher.plain:
+            if matcher.error is not None or not matcher.plain:
                 _finish(matcher, bits[count])
             count, before, now = count + 1, now, time.perf_counter()
             if now - before > ROW_SECONDS:
@@ -189,7 +189,9 @@ def _library(matcher: Matcher) -> Any:
 
 
 def _finish(matcher: Matcher, row: np.ndarray) -> None:
-    try:
-        matcher.finish(row)
-    except Exception as error:  # one answer's, not the step's
-        matcher.error, row[:] = error, -1
+    if matcher.error is None:
+        try:
+            return matcher.finish(row)
+        except Exception as error:  # one answer's, not the step's
+            matcher.error = error
+    row[:] = -1  # any token: the answer ends with the error
