@@ -76,12 +76,15 @@ class Masks:
         self._waiting = work
 
     def result(self) -> np.ndarray:
-        """[R, W] int32, bit i % 32 of word i // 32 for token i; waits for it. They must have begun."""
+        """[R, W] int32, bit i % 32 of word i // 32 for token i; waits for it. They must have begun.
+
+        It is the pool's memory, which holds them until the masks of the next step begin.
+        """
         return self._future.result()
 
 
 class MaskPool:
-    """Computes masks, of one step at a time.
+    """Computes masks, of one step at a time: those of a step begin when all before it have been brought home.
 
     Args:
         thread: one that takes the steps in turn; the library has more, for the rows of a step.
@@ -94,7 +97,7 @@ class MaskPool:
         self._thread = thread
         self._memory = memory
         self._most = most
-        self._buffers: list[np.ndarray] = []  # in turn: one may still be read when the next is written
+        self._bits: np.ndarray | None = None  # one: a step's masks begin when every step before has ended
         self._watched = 0  # steps to come
         self._aside = 0  # steps to come
         self.seconds = 0.0
@@ -124,10 +127,9 @@ class MaskPool:
 
     def _buffer(self, rows: int, width: int) -> np.ndarray:
         """Room for the masks of a step; what it holds is written by all."""
-        if not self._buffers or len(self._buffers[0]) < rows or self._buffers[0].shape[1] != width:
-            self._buffers = [self._memory(max(rows, self._most), width) for _ in range(2)]
-        self._buffers.reverse()
-        return self._buffers[0][:rows]
+        if self._bits is None or len(self._bits) < rows or self._bits.shape[1] != width:
+            self._bits = self._memory(max(rows, self._most), width)
+        return self._bits[:rows]
 
     def _some(self, matchers: Sequence[Matcher]) -> tuple[np.ndarray, int]:
         """Compute masks here, one after the other, for LOOP_SECONDS. Returns: all of them, and how many are there."""

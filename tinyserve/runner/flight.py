@@ -130,5 +130,6 @@ class Flight:
         except Exception as error:
             self.landing.set_exception(error)
         except BaseException:  # the loop's task was cancelled meanwhile
-            watch.leave()
+            with contextlib.suppress(RuntimeError):  # so was the runner closed
+                watch.leave()
             raise

@@ -16,6 +16,7 @@ Before: runner/batch.py, models/decoder.py, sampling/sampler.py.  After: engine/
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -174,7 +175,8 @@ class Runner:
         self._hands.close()
         self._before = None
         self._worker.close()
-        self.device.synchronize()  # a flight that was watched may not have landed
+        with contextlib.suppress(RuntimeError):  # a device that failed has nothing under way
+            self.device.synchronize()  # a flight that was watched may not have landed
         self.graphs.close()
         self.adapters.close()
         del self.model, self.sampler, self.rows, self.batches, self.adapters, self._held
