@@ -11,10 +11,10 @@ numbers by heads, so that the tile of latents is the wide side, which the instru
 register ever holds it, nor the queries. The denominators stay apart by key until the end, one reduction across warps a
 tile less. Three tiles must lie in shared memory then, because with two Triton asks for the next one only behind the
 last product of a tile, and loads and products take turns. Three fit without the rotated parts, which are therefore
-carried in registers, one tile ahead: as pairs, since Triton carries single 16-bit numbers in a register each and
-takes them apart as soon as they come, which waits for them. They also reach the matrix unit from registers. Stored to
-shared memory first, Triton 3.6 puts the fence that the unit's reads need behind the barrier and not before it, and the
-numbers were wrong on the device; the unpacking in between prevents that.
+carried in registers, one tile ahead, and multiplied first: as pairs, since Triton carries single 16-bit numbers in a
+register each and takes them apart as soon as they come, which waits for them. They also reach the matrix unit from
+registers. Stored to shared memory first, Triton 3.6 puts the fence that the unit's reads need behind the barrier and
+not before it, and the numbers were wrong on the device; the unpacking in between prevents that.
 
 Each query token is one row of work with its own table and length, so a decode, a chunk of a prompt and a mixed batch
 are one case: the token at position p sees p + 1 keys. One program = (tile of heads, split of the keys, token). Splits,
@@ -110,6 +110,21 @@ def load_latents(
 
 
 @triton.jit
+def _load_queries(
+    q_c_ptr, q_pe_ptr, token, head, q_c_stride, q_c_head_stride, q_pe_stride, q_pe_head_stride, HQ: tl.constexpr,
+    C: tl.constexpr, P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The queries of a token's heads, [ROWS, BLOCK_C] and [ROWS, BLOCK_P]."""
+    column = tl.arange(0, BLOCK_C)
+    turning = tl.arange(0, BLOCK_P)
+    q_c_place = q_c_ptr + token * q_c_stride + head[:, None] * q_c_head_stride + column[None, :]
+    q_c = tl.load(q_c_place, mask=(head < HQ)[:, None] & (column < C)[None, :], other=0.0)
+    q_pe_place = q_pe_ptr + token * q_pe_stride + head[:, None] * q_pe_head_stride + turning[None, :]
+    q_pe = tl.load(q_pe_place, mask=(head < HQ)[:, None] & (turning < P)[None, :], other=0.0)
+    return q_c, q_pe
+
+
+@triton.jit
 def _heads_by_keys(
     q_c, q_pe, cache_ptr, tables_ptr, begin, end, block_stride, scale, C: tl.constexpr, P: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
@@ -151,15 +166,15 @@ def _keys_by_heads(
     for key in tl.range(begin, end, TILE, num_stages=STAGES):
         ahead = key + TILE
         pages_ahead = pages_of(tables_ptr, ahead, end, PAGE, TILE)
-        c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE)
-        logits = tl.dot(c, tl.trans(q_c), input_precision="ieee")
         low = (pairs & 0xFFFF).to(tl.int16).to(q_c.dtype, bitcast=True)
         high = (pairs >> 16).to(tl.int16).to(q_c.dtype, bitcast=True)
         pe = tl.reshape(tl.join(low, high), [TILE, BLOCK_P])
         pairs = load_latents(
             pairs_ptr, pages_ahead, ahead, end, block_stride // 2, HALF, P // 2, BLOCK_P // 2, PAGE, TILE, False
         )
-        logits = tl.dot(pe, tl.trans(q_pe), logits, input_precision="ieee") * scale
+        logits = tl.dot(pe, tl.trans(q_pe), input_precision="ieee")
+        c = load_latents(cache_ptr, pages, key, end, block_stride, C + P, C, BLOCK_C, PAGE, TILE)
+        logits = tl.dot(c, tl.trans(q_c), logits, input_precision="ieee") * scale
         logits = tl.where((key + tl.arange(0, TILE) < end)[:, None], logits, float("-inf"))
         higher = tl.maximum(peak, tl.max(logits, axis=0))
         weight = tl.exp2(logits - higher[None, :])
@@ -212,9 +227,13 @@ def _attention_latent_kernel(
     token = tl.program_id(2).to(tl.int64)
     head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_C)
-    turning = tl.arange(0, BLOCK_P)
     real = (head < HQ)[:, None] & (column < C)[None, :]
 
+    if LATENTS_WIDE:  # together with the length, which the first page waits for; more heads fill the registers
+        q_c, q_pe = _load_queries(
+            q_c_ptr, q_pe_ptr, token, head, q_c_stride, q_c_head_stride, q_pe_stride, q_pe_head_stride, HQ, C, P,
+            BLOCK_C, BLOCK_P,
+        )  # fmt: skip
     length = tl.load(lens_ptr + token)
     row = tl.load(rows_ptr + token).to(tl.int64)
     share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
@@ -227,16 +246,18 @@ def _attention_latent_kernel(
             tl.store(lse_ptr + part, nothing, mask=head < HQ)
             return
 
-    q_c_place = q_c_ptr + token * q_c_stride + head[:, None] * q_c_head_stride + column[None, :]
-    q_c = tl.load(q_c_place, mask=real, other=0.0)
-    q_pe_place = q_pe_ptr + token * q_pe_stride + head[:, None] * q_pe_head_stride + turning[None, :]
-    q_pe = tl.load(q_pe_place, mask=(head < HQ)[:, None] & (turning < P)[None, :], other=0.0)
+    if not LATENTS_WIDE:
+        q_c, q_pe = _load_queries(
+            q_c_ptr, q_pe_ptr, token, head, q_c_stride, q_c_head_stride, q_pe_stride, q_pe_head_stride, HQ, C, P,
+            BLOCK_C, BLOCK_P,
+        )  # fmt: skip
     tables_ptr += row * table_stride
     attend: tl.constexpr = _keys_by_heads if LATENTS_WIDE else _heads_by_keys
     acc, peak, total = attend(
         q_c, q_pe, cache_ptr, tables_ptr, begin, end, block_stride, scale, C, P, PAGE, BLOCK_C, BLOCK_P, TILE, STAGES
     )
-    averaged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total_or_1 = tl.where(total == 0.0, 1.0, total)
+    averaged = acc * (1.0 / total_or_1)[:, None] if LATENTS_WIDE else acc / total_or_1[:, None]
     if LSE:
         tl.store(lse_ptr + part, (peak + tl.log2(total)) / LOG2E, mask=head < HQ)
     if SPLIT:

@@ -15,8 +15,9 @@ one. So one long sequence fills the device, many equal ones are not cut at all, 
 is. There are at most target + S - 1 parts, numbered sequence by sequence: that is the grid. Batch-invariant mode cuts
 each sequence by its own length alone (`FIXED`), and so gives it the same bits whatever its neighbours are.
 
-One program = one sequence and ROWS of its (token, query head) pairs, a row after the other. A row reads parts·(D + 1)·4
-bytes. In a large batch hardly any sequence is cut, and what counts is that few programs start to find that out.
+One program = one sequence, ROWS of its (token, query head) pairs, a row after the other, and BLOCK_D numbers of each. A
+row reads parts·(D + 1)·4 bytes. In a large batch hardly any sequence is cut, and what counts is that few programs start
+to find that out.
 
 Source: Dao et al., "Flash-Decoding for long-context inference", 2023; sinks: gpt-oss's reference implementation.
 
@@ -34,7 +35,10 @@ PROGRAMS = 2  # attention programs for each processor of the device; measured: m
 LEAST = 64  # keys that are worth a part of their own
 # Batch-invariant: a part for every so many keys, up to so many parts.
 FIXED_LEAST, FIXED_MOST = 512, 16
-CHUNK = 4096  # floats of partial rows that a program holds at a time
+CHUNK = 1024  # floats of partial rows that a warp holds at a time
+# Parts up to which a program is one warp. Measured: what four have to tell each other took half of a merge of 32 parts
+# of 128; of 128 parts of 512, one warp has too short a piece of each row.
+ONE_WARP = 64
 
 
 @frozen
@@ -310,15 +314,15 @@ def merge_cut(parts, cut: Cut, where, sinks: torch.Tensor | None, out: torch.Ten
 
 def _launch(parts, where, sinks, out, grid, numbers, constants) -> None:
     heads, head_dim = out.shape[1:]
-    block_d, ragged = next_power_of_2(head_dim), constants["K"] == 0
-    count = constants["K"] or 32
-    while not ragged and block_d > 32 and CHUNK // block_d < count:  # latents are wide: more programs, fewer turns
-        block_d //= 2
+    ragged = constants["K"] == 0
+    count = next_power_of_2(constants["K"] or 32)
+    warps = 1 if count <= ONE_WARP else 4
+    block_k = min(count, 128)
     default = {
         "ROWS": 4 if ragged and grid[1] >= 8 else 1,  # of a cut, few programs have anything to do
-        "BLOCK_K": min(next_power_of_2(count), max(CHUNK // block_d, 1)),
-        "BLOCK_D": block_d,
-        "num_warps": 4,
+        "BLOCK_K": block_k,
+        "BLOCK_D": min(next_power_of_2(head_dim), warps * CHUNK // block_k),
+        "num_warps": warps,
     }
     options = choose("attention_merge", out, default, parts=count, head_dim=head_dim)
     blocks = cdiv(grid[0], options["ROWS"]), grid[1], cdiv(head_dim, options["BLOCK_D"])
