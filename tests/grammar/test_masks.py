@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llguidance import LLExecutor
 
 from tests.scripted import EOT, THINK
 from tinyserve.grammar import mask
@@ -141,6 +142,35 @@ def test_the_loop_computes_no_mask_that_may_take_long(slow):
     masks.begin(waited=True)
     masks.result()
     assert threads[0] is threads[1] is not threading.current_thread()
+    pool.close()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_one_thread_takes_the_rows_that_share_a_lexer(monkeypatch, several):
+    """4 rows of a grammar by one thread, which no other waits for at the lexer's lock; of two grammars by all threads,
+    those of a grammar one after the other. Every mask is its row's."""
+    made = []
+
+    class Counting:
+        def __init__(self, threads):
+            made.append(threads)
+            self._library = LLExecutor(threads)
+
+        def unsafe_compute_mask_ptr(self, asked, *where):
+            made.append([row for _, row in asked])
+            self._library.unsafe_compute_mask_ptr(asked, *where)
+
+    monkeypatch.setattr(mask, "LLExecutor", Counting)
+    pool = MaskPool(Workers("test-mask"))
+    forms = ["[a-m]+z", "[k-y]{9}" if several else "[a-m]+z"] * 2
+    rows = [matcher(regex=form) for form in forms]
+    rows[2].advance(97)
+    found = pool.masks(list(enumerate(rows)))
+    found.begin()
+    for row, match in zip(found.result(), rows, strict=True):
+        assert bits(row) == allowed(match)
+    assert made[0] == (None if several else 1)
+    assert made[1] in ([[0, 2, 1, 3], [1, 3, 0, 2]] if several else [[0, 1, 2, 3]])
     pool.close()
 
 

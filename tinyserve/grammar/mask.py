@@ -93,7 +93,7 @@ class MaskPool:
     """
 
     def __init__(self, thread: Threads, memory: Callable[[int, int], np.ndarray] = _plain, most: int = 64) -> None:
-        self._executor: LLExecutor | None = None
+        self._executors: dict[bool, LLExecutor] = {}  # of several threads, or of one
         self._thread = thread
         self._memory = memory
         self._most = most
@@ -152,7 +152,7 @@ class MaskPool:
         return bits, count
 
     def _compute(self, matchers: Sequence[Matcher], bits: np.ndarray | None = None, done: int = 0) -> np.ndarray:
-        """Compute masks with all threads of the library; the first `done` of `bits` are there."""
+        """Compute masks with threads of the library; the first `done` of `bits` are there."""
         start = time.perf_counter()
         if bits is None:
             bits = self._buffer(len(matchers), matchers[0].width)
@@ -165,10 +165,7 @@ class MaskPool:
                     library.unsafe_compute_mask_ptr(bits[row].ctypes.data, size)
                 each.spend(time.thread_time() - begin)
         else:
-            asked = [(library, row) for row, each in rows if (library := _library(each)) is not None]
-            if asked:
-                self._executor = self._executor or LLExecutor()
-                self._executor.unsafe_compute_mask_ptr(asked, bits.ctypes.data, size, len(bits))
+            self._ask([(each, row) for row, each in rows], bits)
             if time.perf_counter() - start > SLOW_SECONDS:
                 self._watched = WATCHED
         quick = time.perf_counter() - start < max(LOOP_SECONDS, MEAN_SECONDS * len(rows))
@@ -179,6 +176,17 @@ class MaskPool:
         self.seconds += time.perf_counter() - start
         self.rows += len(rows)
         return bits
+
+    def _ask(self, rows: list[tuple[Matcher, int]], bits: np.ndarray) -> None:
+        """Have the library compute masks while others run Python; rows of one lexer by one thread, if it comes so."""
+        rows.sort(key=lambda one: one[0].lexer)
+        asked = [(library, row) for each, row in rows if (library := _library(each)) is not None]
+        if not asked:
+            return
+        several = rows[0][0].lexer != rows[-1][0].lexer
+        if several not in self._executors:
+            self._executors[several] = LLExecutor(None if several else 1)
+        self._executors[several].unsafe_compute_mask_ptr(asked, bits.ctypes.data, bits.shape[1] * 4, len(bits))
 
 
 def _library(matcher: Matcher) -> Any:

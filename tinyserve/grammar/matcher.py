@@ -170,6 +170,11 @@ class Matcher:
         return self._grammar.done() and not self._grammar.cancelled() and self._grammar.exception() is None
 
     @property
+    def lexer(self) -> int:
+        """A number of those that share a lexer: masks of these are computed one after the other."""
+        return id(self._grammar)
+
+    @property
     def width(self) -> int:
         """Words of 32 bits in a mask."""
         return self._start().width
