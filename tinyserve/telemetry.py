@@ -45,7 +45,7 @@ _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 GAUGES = (
     ("num_requests_running", "Sequences in the running batch.", None, ()),
     ("num_requests_waiting", "Sequences waiting to run.", None, ()),
-    ("num_requests_waiting_by_reason", "Sequences waiting, by reason.", "reason", ("capacity", "deferred")),
+    ("num_requests_waiting_by_reason", "Waiting for room, or passed by others.", "reason", ("capacity", "deferred")),
     ("kv_cache_usage_perc", "Share of the KV blocks in use, 0..1.", None, ()),
     ("loop_lag_seconds", "Largest delay of the event loop in the last ten seconds.", None, ()),
 )  # fmt: skip
@@ -140,8 +140,8 @@ class HttpCall:
 class NoMetrics:
     """The null object: same methods, nothing kept. Also the list of everything an engine may report."""
 
-    def queues(self, *, running: int, waiting: int, kv_usage: float) -> None:
-        """After a step or an arrival. kv_usage: share of blocks in use, 0..1."""
+    def queues(self, now: Any) -> None:
+        """After a step or an arrival. now: the scheduler's numbers of the moment (SchedulerStats)."""
 
     def started(self, answers: int) -> None:
         """Answers were queued."""
@@ -247,12 +247,13 @@ class Metrics(NoMetrics):
         for value in values:
             self._values[f"{name}.{value}"] = metric.labels(**self._labels, **{label: value})
 
-    def queues(self, *, running: int, waiting: int, kv_usage: float) -> None:
-        self._values["num_requests_running"].set(running)
-        self._values["num_requests_waiting"].set(waiting)
-        self._values["num_requests_waiting_by_reason.capacity"].set(waiting)
-        self._values["kv_cache_usage_perc"].set(kv_usage)
-        self._window.running, self._window.waiting, self._window.usage = running, waiting, kv_usage
+    def queues(self, now: Any) -> None:
+        self._values["num_requests_running"].set(now.running)
+        self._values["num_requests_waiting"].set(now.waiting)
+        self._values["num_requests_waiting_by_reason.capacity"].set(now.waiting - now.deferred)
+        self._values["num_requests_waiting_by_reason.deferred"].set(now.deferred)
+        self._values["kv_cache_usage_perc"].set(now.kv_usage)
+        self._window.running, self._window.waiting, self._window.usage = now.running, now.waiting, now.kv_usage
 
     def started(self, answers: int) -> None:
         self._values["requests_started"].inc(answers)
@@ -369,8 +370,7 @@ class _Window:
 
     def __init__(self) -> None:
         self.prompt = self.generated = self.preempted = 0
-        self.running = self.waiting = 0
-        self.usage = 0.0
+        self.running, self.waiting, self.usage = 0, 0, 0.0
         self.hits: deque[tuple[int, int]] = deque(maxlen=1000)
         self.was_idle = True
 

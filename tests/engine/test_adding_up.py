@@ -14,8 +14,7 @@ class Counts:
     """Values of an engine's metrics, summed over their extra labels."""
 
     def __init__(self, engine):
-        stats = engine.stats()
-        engine.metrics.queues(running=stats.running, waiting=stats.waiting, kv_usage=stats.kv_usage)
+        engine.metrics.queues(engine.stats())
         self.families = {family.name: family for family in engine.metrics.registry.collect()}
 
     def of(self, name, suffix="", **labels):

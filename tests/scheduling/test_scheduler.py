@@ -747,8 +747,19 @@ class TestFeaturesThatAreOff:
         lab.add("b", max_tokens=3)
 
         assert [update.request_id for update in lab.step()] == ["b"]
+        assert lab.scheduler.stats().deferred == lab.scheduler.stats().waiting == 1
         slow.ready = True
         assert lab.run()["a"].tokens == lab.right(made) == slow.seen
+        assert lab.scheduler.stats().deferred == 0
+
+    def test_a_request_that_waits_for_room_is_not_deferred(self):
+        lab = Lab(max_num_seqs=1)
+        for name in "ab":
+            lab.add(name, max_tokens=3)
+        lab.step()
+
+        stats = lab.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.deferred) == (1, 1, 0)
 
     def test_adapters_limit_which_requests_run_together(self):
         known = LoadedAdapters(1)

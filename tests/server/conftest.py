@@ -123,7 +123,7 @@ class FakeEngine:
         return Output(**base, text=text, token_ids=(token,), logprobs=entry, finish_reason=reason)
 
     def stats(self):
-        return SimpleNamespace(running=self.running, waiting=0, kv_usage=0.0)
+        return SimpleNamespace(running=self.running, waiting=0, deferred=0, kv_usage=0.0)
 
     def progress(self, request_id):
         return None

@@ -28,6 +28,7 @@ from attrs import evolve
 from ..config import EngineConfig
 from ..errors import EngineDead, Overloaded, RequestError
 from ..request import BeamSearchParams, FinishReason, Output, RequestOutputKind, SamplingParams
+from ..scheduling.update import SchedulerStats
 from ..step import StepInput
 from ..telemetry import Metrics, NoMetrics
 from .adapters import NoDesk
@@ -178,7 +179,7 @@ class Engine:
             self._cause = error
             traceback.clear_frames(error.__traceback__)  # they hold the scheduler and the runner
             self.streams.fail(self._death)
-            self.metrics.queues(running=0, waiting=0, kv_usage=0.0)
+            self.metrics.queues(SchedulerStats())
         finally:
             self._landed.set()
 

@@ -62,7 +62,7 @@ class Meter:
 
     def queues(self, stats: SchedulerStats) -> None:
         """The scheduler's numbers of the moment."""
-        self.metrics.queues(running=stats.running, waiting=stats.waiting, kv_usage=stats.kv_usage)
+        self.metrics.queues(stats)
 
     def started(self, answers: int) -> None:
         """Answers were queued."""

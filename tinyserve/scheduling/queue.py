@@ -25,13 +25,17 @@ class WaitingQueue:
     """Requests that do not run, next one first.
 
     Args: by_priority: order by (priority, arrival), lower first; else by the order of `push`.
+
+    Attributes:
+        prompt_tokens: of all of them.
+        passed: how many the scheduler passed, when one could last enter, to look at those behind them.
     """
 
     def __init__(self, by_priority: bool) -> None:
         self._by_priority = by_priority
         self._queue: list[Sequence] = []
         self._turn = 0
-        self.prompt_tokens = 0  # of all of them
+        self.prompt_tokens = self.passed = 0
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -103,6 +103,7 @@ class Scheduler:
         return SchedulerStats(
             running=self.num_running,
             waiting=self.num_waiting,
+            deferred=min(self._waiting.passed, self.num_waiting),
             kv_usage=self._cache.usage,
             preemptions=self._tenants.preemptions,
             prefix_queries=self._prefix_queries,
@@ -280,15 +281,16 @@ class Scheduler:
         while index < len(waiting) and step.left > 0:
             seq = waiting[index]
             if len(tenants.running) >= options.max_num_seqs or not tenants.rows.num_free or seq.slot is not None:
-                return
+                break
             if not turn.fits(seq.request) or not seq.constraint.ready:
                 index += 1
                 continue
             if (admission := self._admit(seq, step)) is None:
-                return
+                break
             if admission.count:
                 turn.entered(seq.request)
             index += not admission.count
+        waiting.passed = index
 
     def _active(self) -> Iterator[Any]:  # the adapters of what runs, None for the base model
         return (seq.request.adapter for seq in self._tenants.running)
@@ -332,12 +334,10 @@ class Scheduler:
             return None
         new = given.tokens
         if piece.drafts:
-            seq.scheduled = piece.end - len(piece.drafts) + len(new) - 1  # rejected drafts are computed over
-            seq.computed = seq.scheduled
+            seq.computed = seq.scheduled = piece.end - len(piece.drafts) + len(new) - 1  # the rejected are written over
         else:
             seq.computed = piece.end
-        ended = None
-        tokens, check, constraint = seq.tokens, seq.ends.check, seq.constraint
+        ended, tokens, check, constraint = None, seq.tokens, seq.ends.check, seq.constraint
         for count, token in enumerate(new, 1):
             tokens.append(token)
             constraint.advance(token)

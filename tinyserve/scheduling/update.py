@@ -62,15 +62,21 @@ class SequenceFacts(NamedTuple):
 
 @frozen(kw_only=True)
 class SchedulerStats:
-    """Numbers of the moment (running, waiting, kv_usage 0..1) and totals since the start (the rest)."""
+    """Numbers of the moment (up to kv_usage, 0..1) and totals since the start (the rest).
 
-    running: int
-    waiting: int
-    kv_usage: float
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    numerics_errors: int
+    Attributes:
+        deferred: those of `waiting` that others passed when one could last enter: their grammar is being compiled,
+            their adapter has no place, or their prompt is being computed for another.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    deferred: int = 0
+    kv_usage: float = 0.0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    numerics_errors: int = 0
 
 
 def nothing_to_choose(request: Request, place: int) -> Exception:

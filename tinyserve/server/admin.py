@@ -50,8 +50,7 @@ async def metrics(_request: Request, service: Service) -> Response:
     engine = service.engine or service.ready()
     with contextlib.suppress(EngineDead):
         engine.check_health()
-        now = engine.stats()
-        engine.metrics.queues(running=now.running, waiting=now.waiting, kv_usage=now.kv_usage)
+        engine.metrics.queues(engine.stats())
         engine.adapters.note(lambda: engine.look(sequences=MOST_NOTED, blocks=1).sequences)
     text, kind = await asyncio.to_thread(engine.metrics.exposition)
     return Response(text, headers={"content-type": kind})
