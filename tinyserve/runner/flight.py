@@ -25,6 +25,7 @@ from attrs import define, frozen
 from ..errors import EngineDead
 from ..step import StepOutput
 
+WATCHED_ROWS = 32  # of a step, at least: the masks of fewer are there long before the forward ends, however it is known
 LOOK_SECONDS = 1e-3  # that a flight is watched at most
 SPARED = 32  # flights that are not watched after one that did not land in time: the device takes long
 TURN_SECONDS = 1e-4  # a turn of the other tasks that took longer was not spent on watching

@@ -34,7 +34,7 @@ from ..sampling.logprobs import TokenReports
 from ..sampling.sampler import GrammarMask, Sampler
 from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs, Tokens
 from .batch import Batch, BatchBuilder, Shape, Views
-from .flight import Flight, Patience, Watch, pass_on
+from .flight import WATCHED_ROWS, Flight, Patience, Watch, pass_on
 from .graphs import Computed, Eager, Graphs
 from .hands import Hands, by_graph, done
 from .held import HeldChoice
@@ -146,8 +146,8 @@ class Runner:
             landing = self._worker.submit(self._land, launched)
             landing.add_done_callback(lambda done: pass_on(done, flight.landing))
 
-        quick = isinstance(launched, Launched) and launched.reports is None
-        if quick and self._patience.lasts():
+        many = isinstance(launched, Launched) and launched.reports is None and len(launched.order) >= WATCHED_ROWS
+        if many and self._patience.lasts():
             flight.watch = Watch(launched.event.query, lambda: self._land(launched), leave, self._patience)
         else:
             leave()
