@@ -22,12 +22,12 @@ COMMANDS = {
     "serve": ("serve", "run", "serve a model with OpenAI's HTTP API (the default)"),
     "chat": ("chat", "run_chat", "chat with a running server"),
     "complete": ("chat", "run_complete", "let a running server continue texts"),
+    "run-batch": ("batch", "run", "answer a file of requests in OpenAI's batch format"),
     "bench": ("bench", "run", "measure latency, throughput or the start"),
     "plan": ("plan", "run", "print the memory plan without loading weights"),
     "quantize": ("quantize", "run", "save a checkpoint in fp8, int8 or int4"),
     "collect-env": ("report", "run", "print versions and devices for a bug report"),
 }
-LATER = ("run-batch",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,8 +60,6 @@ def _command(argv: list[str]) -> tuple[str, list[str]]:
         return "serve", ["--help"]
     if argv[0] in COMMANDS:
         return argv[0], argv[1:]
-    if argv[0] in LATER:
-        raise ConfigError(f"the command {argv[0]!r} does not exist yet.")
     if close := nearest(argv[0], COMMANDS):
         raise ConfigError(f"unknown command {argv[0]!r}: did you mean {close!r}? To serve a model so named: --model.")
     if argv[0].replace("_", "").replace("-", "").isalnum() and not Path(argv[0]).exists():
