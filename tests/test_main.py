@@ -342,7 +342,7 @@ DYING = DYING.replace("import asyncio, sys", "import asyncio, sys\nfrom tinyserv
 
 
 def test_a_server_whose_engine_dies_ends_with_an_error():
-    """D34: exit code 1 and the cause in the log, so that whoever runs it starts another."""
+    """Exit code 1 and the cause in the log, so that whoever runs it starts another."""
     process, _ = start(code=DYING)
     try:
         _, err = process.communicate(timeout=20)

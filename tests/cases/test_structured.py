@@ -143,7 +143,7 @@ async def test_one_request_waits_for_its_grammar_and_others_do_not(tok):
 
 
 async def test_json_mode_ends_however_much_the_model_likes_blanks(tok):
-    """D17: a model that always prefers a line break, or the digit 1."""
+    """A model that always prefers a line break, or the digit 1."""
     for liked in (10, 49):
         async with serving(ScriptModel([liked] * 400), tok) as server:
             body = {**HI, "temperature": 0, "max_tokens": 230}
@@ -161,7 +161,7 @@ NUMBER = {"type": "object", "properties": {"n": {"type": "number"}}, "required":
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "mistral", "none"])
 async def test_numbers_of_forced_calls_end(tok, parser):
-    """D17 in the arguments of a call: a model that always prefers the digit 1 comes to an end, which is no infinity."""
+    """In the arguments of a call: a model that always prefers the digit 1 comes to an end, which is no infinity."""
     tool = {"type": "function", "function": {"name": "f", "parameters": NUMBER}}
     async with serving(ScriptModel([49] * 400), tok, tool_call_parser=parser) as server:
         forced = {**HI, "temperature": 0, "max_tokens": 230, "tools": [tool], "tool_choice": "required"}

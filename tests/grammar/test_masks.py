@@ -89,9 +89,11 @@ def test_masks_are_computed_at_once_unless_they_take_long(monkeypatch):
     rows = [(3, matcher(json=RECORD)), (5, matcher(choice=["ab", "b"]))]
     first = pool.masks(rows)
     assert not any(match.usual for _, match in rows)
-    pool._thread.submit(time.sleep, 0.01)
+    held = threading.Event()
+    pool._thread.submit(held.wait)
     first.begin(waited=True)
     assert not first.there
+    held.set()
     first.result()
     for _, match in rows:  # a busy machine may have taken long
         match.note(quick=True)
@@ -109,9 +111,12 @@ def test_masks_are_computed_at_once_unless_they_take_long(monkeypatch):
     aside = 0
     while True:
         masks = pool.masks(rows)
-        pool._thread.submit(time.sleep, 0.01)
+        held.clear()
+        pool._thread.submit(held.wait)
         masks.begin(waited=True)
-        if masks.there:
+        there = masks.there
+        held.set()
+        if there:
             break
         assert (masks.result() == expected).all()
         aside += 1

@@ -105,7 +105,8 @@ def test_a_text_calibrates(tmp_path, capsys, monkeypatch):
     report = json.loads((out / quantize.REPORT).read_text())
     saved, other = (load_file(one / "model.safetensors") for one in (out, nearest))
     packed = [name for name in saved if name.endswith("weight_packed")]
-    assert report["calibrated"] and len(packed) == 14
+    assert report["calibrated"] and len(packed) == 14 == sum(one["calibrated"] for one in report["matrices"])
+    assert not any(one["calibrated"] for one in json.loads((nearest / quantize.REPORT).read_text())["matrices"])
     assert all(not torch.equal(saved[name], other[name]) for name in packed)
     assert report["mean_error"] < 0.7 * json.loads((nearest / quantize.REPORT).read_text())["mean_error"]
     text.write_text("Too short.")

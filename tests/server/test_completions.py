@@ -55,6 +55,12 @@ def test_too_many_prompts(run):
     assert "1024" in refused(run(post({"prompt": ["a"] * 1025})), 400, "prompt")
 
 
+@pytest.mark.parametrize("more", [{"n": 128}, {"n": 128, "use_beam_search": True, "temperature": 0}])
+def test_too_many_answers_to_all_prompts(run, more):
+    body = {"prompt": ["a"] * 129, "max_tokens": 1, **more}
+    assert "129 prompts with 128 answers" in refused(run(post(body)), 400, "n")
+
+
 def test_echo_with_logprobs(run):
     """C03: text abcd, offsets 0..3, null for the first token only."""
     body = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 2, "temperature": 0}

@@ -94,7 +94,7 @@ def nested(depth):
 
 
 def test_many_prompts_are_encoded_off_the_loop():
-    """D15: 600 prompts of 2000 characters were encoded between two turns of the loop: 1.2 s with a real tokenizer."""
+    """600 prompts of 2000 characters were encoded between two turns of the loop: 1.2 s with a real tokenizer."""
 
     class Slow(FakeEngine):
         def __init__(self):
@@ -120,7 +120,7 @@ def test_many_prompts_are_encoded_off_the_loop():
 
 
 def test_long_lists_and_texts_are_refused_by_their_length():
-    """D38: looking at each of two million stop strings before refusing more than 64 took the loop 0.9 s."""
+    """Looking at each of two million stop strings before refusing more than 64 took the loop 0.9 s."""
     good = GOOD["/v1/chat/completions"]
     bodies = [{name: ["a"] * 20_000} for name in ("stop", "bad_words", "allowed_token_ids", "stop_token_ids", "tools")]
     bodies += [{"stop": "x" * 9000}, {"bad_words": ["x" * 9000]}]

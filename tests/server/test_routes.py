@@ -184,7 +184,7 @@ def test_any_of_the_keys_opens(run, header):
 
 
 def test_every_route_but_the_probes_asks_for_the_key(run):
-    """D39: walks the routes themselves, so that a new one is closed until it is named here."""
+    """Walks the routes themselves, so that a new one is closed until it is named here."""
     answers = {
         (method, path): run(call(method, path.replace("{name:path}", "tiny"), options={"api_key": ["k"]})).status_code
         for method, path, _ in ROUTES
@@ -351,7 +351,7 @@ def test_a_long_path_is_not_sent_back_whole(run):
 
 
 def test_health_fails_when_no_step_ends_any_more(run):
-    """D34: 61 seconds without a step while requests wait is a 503; 59 is not."""
+    """61 seconds without a step while requests wait is a 503; 59 is not."""
 
     async def go():
         engine = FakeEngine()

@@ -12,6 +12,7 @@ quantization_report.json says it again.
 Rounding is to the nearest: right for 8 bits. 4 bits may lose less with `--calibrate`, a text of the kind that the model
 will see, the longer the better (131072 tokens are read at most): rounding makes up for its own errors on what the
 layers saw (quant/compensate.py). A few thousand tokens of another kind do not help. It needs memory for the model.
+Experts are rounded to the nearest even then; the lines and the report say which matrices the text has rounded.
 
 Before: checkpoint/source.py, models/registry.py, quant/encode.py.  After: `tinyserve serve`, or any other reader.
 """
@@ -130,9 +131,11 @@ def _convert(source: Any, config: dict[str, Any], options: argparse.Namespace) -
         numbers = stored.file.get_tensor(name)
         before += stored.nbytes
         if rounded(name):
-            made = calibrated.pop(name, None) or encode(numbers, scheme, _scale_type(numbers))
-            matrices.append({"module": module, "shape": list(stored.shape), "error": made.error})
-            print(f"{module:<60} {list(stored.shape)!s:<16} {made.error:.4f}")
+            by_text = calibrated.pop(name, None)
+            made = by_text or encode(numbers, scheme, _scale_type(numbers))
+            facts = {"module": module, "shape": list(stored.shape), "calibrated": by_text is not None}
+            matrices.append(facts | {"error": made.error})
+            print(f"{module:<60} {list(stored.shape)!s:<16} {made.error:.4f}{' by the text' if by_text else ''}")
             for own, tensor in made.tensors.items():
                 shards.add(f"{module}.{own}", tensor)
             continue

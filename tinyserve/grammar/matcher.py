@@ -224,7 +224,7 @@ class Matcher:
             pass
         elif gate.mode is Mode.ANSWER and behind:
             self._fail()
-        elif gate.mode is Mode.ANSWER or not (behind or self._match.validate_tokens([token]) != 1):
+        elif gate.mode is Mode.ANSWER or (not behind and self._match.validate_tokens([token]) == 1):
             self._log[-1] = (*self._log[-1][:3], self._take(token))
 
     @property

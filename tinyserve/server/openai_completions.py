@@ -69,12 +69,13 @@ async def completions(request: Request, service: Service) -> Generation:
     beam = with_form(beam, sampling)
     more = request_options(fields, service)
     prompts = await read(engine, fields, "prompt")
-    if len(prompts) * sampling.n > MAX_CHOICES:
-        many = f"{len(prompts)} prompts with {sampling.n} answers each"
+    answers = beam.beam_width if beam else sampling.n
+    if len(prompts) * answers > MAX_CHOICES:
+        many = f"{len(prompts)} prompts with {answers} answers each"
         fields.refuse("n", f"{many} are above the {MAX_CHOICES} allowed choices.")
     shape = Shape(
         prompts=prompts,
-        n=beam.beam_width if beam else sampling.n,
+        n=answers,
         echo=echo,
         logprobs=sampling.logprobs is not None,
         prompt_logprobs=fields.given("prompt_logprobs"),

@@ -33,7 +33,7 @@ class Readings:
 
     Args:
         parsing: how the model writes.   plan: what it may call.
-        encode: the tokenizer's.   prompt: the end of the prompt.
+        tokenizer: of the engine.   prompt: the end of the prompt.
         thoughts: whether thoughts are told; else they are left out of the answer.
         special: whether the client asked to see special tokens.
     """
