@@ -268,7 +268,8 @@ class Request:
         cache_salt: requests share cached prefixes only with an equal salt.
         adapter: the LoRA adapter that answers (lora/adapters.Adapter), or None.
         constraint: the grammar of the answer, and the thought before it, or None.
-        answered: how many of the prompt's last tokens are the beginning of the answer, for its grammar.
+        answered: how many of the prompt's last tokens are the beginning of the answer: for its grammar, and as what
+            goes on with an answer is not held to the limits of the queue.
     """
 
     id: str

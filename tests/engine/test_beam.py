@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from tinyserve.errors import ContextLengthExceeded, RequestError
+from tinyserve.errors import ContextLengthExceeded, Overloaded, RequestError
 from tinyserve.request import BeamSearchParams
 
-from .toy import EOS, assert_idle, settle, start
+from .toy import EOS, ToyRunner, assert_idle, settle, start
 
 ALPHABET = [*range(97, 101), EOS]  # four letters and the end token
 PROMPT = "xy"
@@ -125,3 +125,59 @@ def test_a_cancelled_search_ends_its_requests():
         await engine.close()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("how", ["all", "name", "pause", "close"])
+def test_an_aborted_search_ends_with_the_beams_that_it_has(how):
+    """Its steps were aborted under it: a cancellation that nobody had asked for, and an answer of 0 bytes. By its
+    name it could not be aborted at all (0 answers instead of 3)."""
+
+    async def work():
+        engine = await start(tiny, runner=ToyRunner(tiny, seconds=0.002))
+        params = BeamSearchParams(beam_width=3, max_tokens=200, ignore_eos=True)
+        task = asyncio.ensure_future(engine.beam_search(PROMPT, params, request_id="b"))
+        await asyncio.sleep(0.05)
+        if how == "pause":
+            await engine.pause("abort")
+        elif how == "close":
+            await engine.close()
+        else:
+            assert engine.abort("b" if how == "name" else None) == 3
+        beams = (await task).sequences
+        assert len(beams) == 3 and {beam.finish_reason for beam in beams} == {"abort"}
+        assert {len(beam.logprobs) for beam in beams} < {*range(1, 100)}
+        if how != "close":
+            await settle(engine)
+            assert_idle(engine)
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@pytest.mark.parametrize("how", ["pause", "close"])
+def test_a_search_that_runs_is_waited_for_and_goes_on(how):
+    """Pausing and draining took its own steps for new requests, and refused them: 503 instead of 40 tokens."""
+
+    async def work():
+        engine = await start(tiny, runner=ToyRunner(tiny, seconds=0.002))
+        params = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
+        task = asyncio.ensure_future(engine.beam_search(PROMPT, params))
+        await asyncio.sleep(0.03)
+        await (engine.pause("wait") if how == "pause" else engine.close(20.0))
+        assert [len(beam.logprobs) for beam in (await asyncio.wait_for(task, 0.1)).sequences] == [40] * 3
+        with pytest.raises(Overloaded):
+            await engine.beam_search(PROMPT, params)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_full_queue_refuses_new_searches_but_not_the_steps_of_one():
+    """With one row and no queue, a width of 3 has two steps waiting at once."""
+
+    async def work():
+        engine = await start(tiny, max_num_seqs=1, max_num_queued_reqs=1)
+        params = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
+        return (await engine.beam_search(PROMPT, params)).sequences, await engine.close()
+
+    assert [len(beam.logprobs) for beam in asyncio.run(asyncio.wait_for(work(), 30))[0]] == [20] * 3

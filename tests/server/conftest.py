@@ -128,7 +128,7 @@ class FakeEngine:
     def progress(self, request_id):
         return None
 
-    async def beam_search(self, prompt, params, *, thinks=False, adapter=None):
+    async def beam_search(self, prompt, params, **options):
         def beam(text, reason, last):
             tokens = [*text.encode(), *last]
             logprobs = [{token: Logprob(-0.5, 1, chr(token))} for token in tokens]

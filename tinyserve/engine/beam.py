@@ -10,9 +10,11 @@ runner knows that beams exist.
 With a grammar, a beam's request tells how much of its prompt is answer already: its matcher walks that first. The
 log-probabilities are then those among the tokens that the grammar allows.
 
+A search that is aborted ends with the beams that it has (searches.py).
+
 Score = total log-probability / generated tokens ** length_penalty, the end token counted.
 
-Before: intake.py, fanout.py.  After: engine.py and llm.py (beam_search).
+Before: intake.py, fanout.py, streams.py.  After: engine.py and llm.py (beam_search).
 """
 
 from __future__ import annotations
@@ -24,17 +26,25 @@ from typing import Any, Protocol
 
 from attrs import evolve, frozen
 
-from ..request import BeamSearchParams, Logprob, Output, Request, SamplingParams
+from ..errors import EngineError
+from ..request import BeamSearchParams, FinishReason, Logprob, Output, Request, SamplingParams
 from ..text.detokenize import Detokenizer
 from .intake import Call, Intake, Prepared
 from .outputs import BeamSearchOutput, BeamSearchSequence
+from .searches import Search
+from .streams import Streams
 
 
 class Front(Protocol):
     """What beam search needs of the engine."""
 
     intake: Intake
+    streams: Streams
     tokenizer: Any
+
+    def admit(self) -> None:
+        """Raises: Overloaded, EngineDead: nothing new is taken."""
+        ...
 
     def outputs(self, prepared: Prepared) -> AsyncGenerator[Output, None]:
         """Queue a prepared call and yield its outputs."""
@@ -62,15 +72,26 @@ class Beam:
 async def search(engine: Front, call: Call, params: BeamSearchParams) -> BeamSearchOutput:
     """The `beam_width` best answers to a prompt, best first.
 
-    Raises: RequestError: before anything runs.
+    Raises: RequestError, Overloaded: before anything runs.
     """
+    engine.admit()
     asked = SamplingParams(
         max_tokens=params.max_tokens,
         allowed_token_ids=params.allowed_token_ids,
         structured_outputs=params.structured_outputs,
     )
     prepared = await engine.intake.prepare(evolve(call, sampling=asked))
-    request = prepared.requests[0]
+    engine.admit()  # much may have happened while a long text was tokenised
+    with engine.streams.searches.running(prepared.name, params.beam_width) as search:
+        beams = await _searched(engine, prepared.requests[0], params, search)
+    if search.aborted and search.error is not None and not any(beam.tokens for beam in beams):
+        raise search.error()
+    cut = FinishReason.ABORT if search.aborted else FinishReason.LENGTH
+    return BeamSearchOutput([_sequence(beam, prepared.requests[0], engine.tokenizer, params, cut) for beam in beams])
+
+
+async def _searched(engine: Front, request: Request, params: BeamSearchParams, search: Search) -> list[Beam]:
+    """The best beams, best first, when the search has come to its end."""
     size = engine.intake.rules.vocab_size
     one_token = SamplingParams(
         temperature=params.temperature,
@@ -83,7 +104,9 @@ async def search(engine: Front, call: Call, params: BeamSearchParams) -> BeamSea
     )
     live, completed = [Beam()], []
     for _ in range(request.sampling.max_tokens or 0):
-        entries = await _next_tokens(engine, request, live, one_token)
+        entries = await _next_tokens(engine, request, live, one_token, search)
+        if entries is None:
+            break
         grown = [
             candidate
             for beam, entry in zip(live, entries, strict=True)
@@ -93,28 +116,36 @@ async def search(engine: Front, call: Call, params: BeamSearchParams) -> BeamSea
         live = _best([beam for beam in grown if not beam.ended], params)
         if not live:
             break
-    beams = _best([*completed, *live], params)
-    return BeamSearchOutput([_sequence(beam, request, engine.tokenizer, params) for beam in beams])
+    return _best([*completed, *live], params)
 
 
 async def _next_tokens(
-    engine: Front, request: Request, live: list[Beam], one_token: SamplingParams
-) -> list[Mapping[int, Logprob]]:
-    """For each live beam, the candidates for its next token. All beams are asked at once, so they share steps."""
+    engine: Front, request: Request, live: list[Beam], one_token: SamplingParams, search: Search
+) -> list[Mapping[int, Logprob]] | None:
+    """For each live beam, the candidates for its next token; None if the search was aborted before they were known.
 
-    async def ask(beam: Beam) -> Mapping[int, Logprob]:
+    All beams are asked at once, so they share steps.
+    """
+
+    async def ask(beam: Beam) -> Mapping[int, Logprob] | None:
+        if search.aborted:
+            return None
         tokens = (*request.prompt_ids, *beam.tokens)
-        async with aclosing(engine.outputs(engine.intake.beam_step(tokens, one_token, request))) as outputs:
+        async with aclosing(engine.outputs(engine.intake.beam_step(search.name, tokens, one_token, request))) as outputs:
             async for output in outputs:
-                if output.error is not None:
+                if output.error is not None and not search.aborted:
                     raise output.error
                 if output.logprobs:
                     return output.logprobs[0]
-        raise asyncio.CancelledError("the beam's request was aborted")
+                if output.finish_reason is FinishReason.ABORT:
+                    search.aborted = True
+                    return None
+        raise EngineError("The engine gave a beam no next token.")
 
     tasks = [asyncio.ensure_future(ask(beam)) for beam in live]
     try:
-        return await asyncio.gather(*tasks)
+        found = await asyncio.gather(*tasks)
+        return None if None in found else found
     finally:
         for task in tasks:
             task.cancel()
@@ -134,7 +165,10 @@ def _best(beams: list[Beam], params: BeamSearchParams) -> list[Beam]:
     return sorted(beams, key=lambda beam: -beam.score(params.length_penalty))[: params.beam_width]
 
 
-def _sequence(beam: Beam, request: Request, tokenizer: Any, params: BeamSearchParams) -> BeamSearchSequence:
+def _sequence(
+    beam: Beam, request: Request, tokenizer: Any, params: BeamSearchParams, cut: FinishReason
+) -> BeamSearchSequence:
+    """The beam as it is returned. cut: why one without an end token ended."""
     skip = params.skip_special_tokens
     shown = beam.tokens[:-1] if beam.ended and not params.include_stop_str_in_output else beam.tokens
     detokenizer = Detokenizer(
@@ -146,5 +180,5 @@ def _sequence(beam: Beam, request: Request, tokenizer: Any, params: BeamSearchPa
         cum_logprob=beam.logprob,
         text=tokenizer.decode([*request.prompt_ids, *shown], skip_special_tokens=skip),
         answer=detokenizer.push(shown) + detokenizer.finish(),
-        finish_reason="stop" if beam.ended else "length",
+        finish_reason="stop" if beam.ended else str(cut),
     )

@@ -219,9 +219,10 @@ class Engine:
         self, call: Call | Prepared, kind: RequestOutputKind | None = None
     ) -> AsyncGenerator[Output, None]:
         """Prepare a call if it is not, queue it and yield its outputs; see `generate`. kind: overrides output_kind."""
-        self._admit()
+        begun = isinstance(call, Prepared) and call.begun
+        self.admit(begun)
         prepared = call if isinstance(call, Prepared) else await self.intake.prepare(call)
-        self._admit()  # much may have happened while a long text was tokenised
+        self.admit(begun)  # much may have happened while a long text was tokenised
         stream = self.admission.submit(prepared, kind)
         self._wake()
         try:
@@ -230,9 +231,10 @@ class Engine:
         finally:
             self.streams.cancel(stream, tell=False)
 
-    def _admit(self) -> None:
+    def admit(self, begun: bool = False) -> None:
+        """Raises: Overloaded, EngineDead: nothing new is taken. begun: it is a step of what runs already."""
         self.check_health()
-        if self._gate in (Gate.SHUT, Gate.CLOSED):
+        if self._gate is Gate.CLOSED or (self._gate is Gate.SHUT and not begun):
             self.metrics.rejected("paused")
             state = "shutting down" if self._gate is Gate.CLOSED else "paused or draining"
             raise Overloaded(f"The engine is {state} and takes no requests now.")
@@ -249,7 +251,6 @@ class Engine:
         **options: Any,
     ) -> BeamSearchOutput:
         """The best `beam_width` answers by total log-probability, best first; see beam.py. options: as of generate."""
-        self._admit()
         return await search(self, Call(prompt=prompt, **options), params)
 
     def abort(self, request_id: str | None) -> int:
@@ -298,7 +299,7 @@ class Engine:
         """
         if mode not in ("abort", "wait", "keep"):
             raise RequestError(f"mode must be abort, wait or keep, got {mode!r}.", param="mode")
-        self._admit()
+        self.admit()
         self._gate = Gate.HELD if mode == "keep" else Gate.SHUT
         if mode == "abort":
             self.streams.abort()

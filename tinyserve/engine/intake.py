@@ -80,10 +80,14 @@ class Rules:
 
 @frozen
 class Prepared:
-    """A call that passed. name: the request id that the caller knows; requests: one per answer."""
+    """A call that passed. name: the request id that the caller knows; requests: one per answer.
+
+    begun: it is a step of something that runs already, and taken when new calls are refused.
+    """
 
     name: str
     requests: Sequence[Request]
+    begun: bool = False
 
 
 class Intake:
@@ -121,13 +125,12 @@ class Intake:
             return await self.off_loop(lambda: self._prepare(call, number, seed, arrival))
         return self._prepare(call, number, seed, arrival)
 
-    def beam_step(self, tokens: Sequence[int], sampling: SamplingParams, like: Request) -> Prepared:
-        """A one-token continuation of a beam: known to be valid, so nothing is checked again."""
-        name = f"{like.id}-beam-{next(self._numbers)}"
+    def beam_step(self, name: str, tokens: Sequence[int], sampling: SamplingParams, like: Request) -> Prepared:
+        """A one-token continuation of a beam: known to be valid, so nothing is checked again. name: of the search."""
         seed = self._random.getrandbits(63)
         request = evolve(
             like,
-            id=name,
+            id=f"{like.id}-beam-{next(self._numbers)}",
             prompt_ids=tokens,
             answered=len(tokens) - len(like.prompt_ids),
             sampling=sampling,
@@ -135,7 +138,7 @@ class Intake:
             arrival=time.monotonic(),
             prompt=None,
         )
-        return Prepared(name, (request,))
+        return Prepared(name, (request,), begun=True)
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a prompt that leaves room for an answer. Raises: ContextLengthExceeded."""

@@ -30,6 +30,7 @@ from .backlog import Backlog
 from .intake import Prepared
 from .meter import Meter
 from .pace import Pace
+from .searches import Searches
 
 _log = logging.getLogger(__name__)
 _WORK = 128  # units of 5 us or so between two turns of everybody else
@@ -226,6 +227,7 @@ class Streams:
         self._choir: Choir | None = None
         self.empty = asyncio.Event()
         self.empty.set()
+        self.searches = Searches(self.empty.clear, self._note_empty)
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -343,13 +345,16 @@ class Streams:
         self._note_empty()
 
     def abort(self, name: str | None = None, error: Callable[[], Exception] | None = None) -> int:
-        """End every answer of the request called `name` (None: of all requests). Returns how many there were.
+        """End every answer of the request called `name` (None: of all requests). Returns how many there were; of a
+        beam search, its beams.
 
         error: what those are told that had not begun, beside that they were aborted.
         """
-        streams = {stream: None for answer, stream in self._answers.values() if name in (None, answer.name)}
-        streams |= {stream: None for stream in self._expecting if name in (None, stream.later.prepared.name)}
-        count = sum(len(stream.unfinished) + len(stream.later or ()) for stream in streams)
+        streams = {stream: answer.name for answer, stream in self._answers.values() if name in (None, answer.name)}
+        streams |= {stream: "" for stream in self._expecting if name in (None, stream.later.prepared.name)}
+        searches = self.searches.abort(name, error)
+        count, steps = sum(search.width for search in searches), {search.name for search in searches}
+        count += sum(len(one.unfinished) + len(one.later or ()) for one, of in streams.items() if of not in steps)
         for stream in streams:
             self.cancel(stream, tell=True, error=error)
         return count
@@ -378,7 +383,7 @@ class Streams:
         self._note_empty()
 
     def _note_empty(self) -> None:
-        if not self._answers and not self._expecting:
+        if not self._answers and not self._expecting and not self.searches:
             self._choir = None
             self.empty.set()
 

@@ -138,7 +138,8 @@ class Scheduler:
             raise ContextLengthExceeded(length, self._limit)
         kv = self._cache.sequence(request, self._adapters.identity(request.adapter))
         constraint = self._constrain(request)
-        refuse_overload(self._waiting, self._options, self.num_running, length)
+        if not request.answered:
+            refuse_overload(self._waiting, self._options, self.num_running, length)
         seq = self._sequences[request.id] = Sequence(request, kv, constraint, self._limit)
         self._waiting.push(seq)
 

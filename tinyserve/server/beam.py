@@ -61,7 +61,7 @@ def with_form(beam: BeamSearchParams | None, sampling: SamplingParams) -> BeamSe
 async def beam_outputs(
     engine: EngineFace, ids: Sequence[int], params: BeamSearchParams, *, logprobs: bool, **options: Any
 ) -> AsyncIterator[Output]:
-    """One output per beam, best first. options: of Engine.beam_search."""
+    """One output per beam, best first. options: of Engine.beam_search, the request's id among them."""
     found = await engine.beam_search(list(ids), params, **options)
     for index, beam in enumerate(found.sequences):
         tokens = tuple(beam.tokens[len(ids) :])

@@ -116,8 +116,8 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     writer = ChatWriter(request_id, model, engine.tokenizer, shape, stream, options.enable_prompt_tokens_details)
     log_request(service.config.log, request_id, sampling, len(ids), messages)
     if beam:
-        asked = {"logprobs": sampling.logprobs is not None, "thinks": True, "adapter": more.get("adapter")}
-        outputs = beam_outputs(engine, ids, beam, **asked)
+        asked = {"logprobs": sampling.logprobs is not None, "thinks": True, "request_id": request_id}
+        outputs = beam_outputs(engine, ids, beam, **asked, **more)
     else:
         outputs = engine.generate(ids, sampling, request_id=request_id, thinks=True, **more)
     outputs = service.spans.watch(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -88,13 +89,10 @@ async def completions(request: Request, service: Service) -> Generation:
     log_request(service.config.log, request_id, sampling, sum(len(p.ids) for p in prompts), fields.raw("prompt"))
     names = [f"{request_id}-{number}" for number in range(len(prompts))]
     if beam:
-        asked = {"logprobs": sampling.logprobs is not None, "adapter": more.get("adapter")}
-        sources = [beam_outputs(engine, prompt.ids, beam, **asked) for prompt in prompts]
+        ask = partial(beam_outputs, engine, params=beam, logprobs=sampling.logprobs is not None)
     else:
-        sources = [
-            engine.generate(prompt.ids, sampling, request_id=name, **more)
-            for name, prompt in zip(names, prompts, strict=True)
-        ]
+        ask = partial(engine.generate, sampling=sampling)
+    sources = [ask(prompt.ids, request_id=name, **more) for name, prompt in zip(names, prompts, strict=True)]
     sources = [
         service.spans.watch(source, request, spans.TEXT, name=name, model=model, sampling=sampling, n=shape.n)
         for name, source in zip(names, sources, strict=True)
