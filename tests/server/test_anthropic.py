@@ -193,3 +193,16 @@ def test_the_official_client(run):
                 await client.messages.create(**{**HI, "model": "nope"})
 
     run(go())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_aborted_answer_is_an_overload_and_no_fault(run, caplog, stream):
+    """It was a 500 with an error in the log, for what an operator had asked for."""
+    engine = FakeEngine(b"a" * 50)
+    engine.closing.set()
+
+    response = run(post({"stream": stream}, engine))
+
+    body = response.text.removeprefix("event: error\ndata: ")
+    assert response.status_code == 503 and strict(body)["error"]["type"] == "overloaded_error"
+    assert not caplog.records

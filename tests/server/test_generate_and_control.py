@@ -129,12 +129,13 @@ def test_pausing_and_going_on(run):
 
 
 def test_aborting_by_id_and_all(run):
-    """cmpl-a has two prompts: both end. Then everything."""
+    """cmpl-a has two prompts, or two beams: both end. Then everything."""
 
     async def go():
         async with serving(enable_admin_routes=True) as (client, engine):
-            body = {"prompt": ["x", "y"], "max_tokens": 100}
-            for names in (["cmpl-a"], []):
+            prompts = {"prompt": ["x", "y"], "max_tokens": 100}
+            beams = {"prompt": "x", "max_tokens": 100, "use_beam_search": True, "n": 2, "ignore_eos": True}
+            for names, body in ((["cmpl-a"], prompts), ([], prompts), (["cmpl-a"], beams), ([], beams)):
                 task = asyncio.create_task(client.post("/v1/completions", json=body, headers={"x-request-id": "a"}))
                 while engine.stats().running < 2:
                     await asyncio.sleep(0)

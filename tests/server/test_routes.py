@@ -1,5 +1,6 @@
 """Everything around the generating routes: models, tokens, health, keys, origins, errors of the transport."""
 
+import asyncio
 import gzip
 
 import pytest
@@ -361,3 +362,29 @@ def test_health_fails_when_no_step_ends_any_more(run):
                 assert (await client.get("/health")).status_code == status
 
     run(go())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cancellation_that_nobody_asked_for_is_told_and_logged(run, caplog, stream):
+    """Breaks if it passes for the connection's own: 500 with 0 bytes, and 0 lines in the log."""
+
+    class Cancelled(FakeEngine):
+        async def generate(self, prompt, sampling=None, **options):
+            if stream:
+                yield self._output(prompt, sampling, 0, 9, 0)
+            await self._gone()
+
+        async def _gone(self):
+            future = asyncio.get_running_loop().create_future()
+            future.cancel()
+            await future
+
+    async def go():
+        async with client_of(Cancelled()) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
+            pair = await client.post("/v1/completions", json={"prompt": ["x", "y"], "stream": stream})
+            return answer, pair
+
+    for answer in run(go()):
+        assert answer.status_code == (200 if stream else 500) and '"InternalServerError"' in answer.text
+    assert len(caplog.records) == 2

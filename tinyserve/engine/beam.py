@@ -131,7 +131,9 @@ async def _next_tokens(
         if search.aborted:
             return None
         tokens = (*request.prompt_ids, *beam.tokens)
-        async with aclosing(engine.outputs(engine.intake.beam_step(search.name, tokens, one_token, request))) as outputs:
+        async with aclosing(
+            engine.outputs(engine.intake.beam_step(search.name, tokens, one_token, request))
+        ) as outputs:
             async for output in outputs:
                 if output.error is not None and not search.aborted:
                     raise output.error

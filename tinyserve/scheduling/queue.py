@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..errors import Overloaded
+from ..request import Request
 from .sequence import Sequence
 
 _rank = attrgetter("rank")
@@ -71,18 +72,20 @@ class WaitingQueue:
         self.prompt_tokens += len(seq.request.prompt_ids)
 
 
-def refuse_overload(waiting: WaitingQueue, options: Any, running: int, prompt_tokens: int) -> None:
+def refuse_overload(waiting: WaitingQueue, options: Any, running: int, request: Request) -> None:
     """Refuse what would wait behind too much; a request that can start in the next step does not count.
 
-    Args: options: see budget.Options.   running: how many run.   prompt_tokens: of the new one.
+    Args: options: see budget.Options.   running: how many run.   request: the new one; a beam's next step is none.
     Raises: Overloaded.
     """
+    if request.answered:
+        return
     most, most_tokens = options.max_num_queued_reqs, options.max_num_queued_tokens
     queued = len(waiting) - max(0, options.max_num_seqs - running)
     if most is not None and queued >= most:
         raise Overloaded(f"{queued} requests wait already (--max-num-queued-reqs {most}). Retry later.")
     tokens = waiting.prompt_tokens
-    if most_tokens is not None and tokens and tokens + prompt_tokens > most_tokens:
+    if most_tokens is not None and tokens and tokens + len(request.prompt_ids) > most_tokens:
         raise Overloaded(f"{tokens} prompt tokens wait (--max-num-queued-tokens {most_tokens}). Retry later.")
 
 

@@ -138,8 +138,7 @@ class Scheduler:
             raise ContextLengthExceeded(length, self._limit)
         kv = self._cache.sequence(request, self._adapters.identity(request.adapter))
         constraint = self._constrain(request)
-        if not request.answered:
-            refuse_overload(self._waiting, self._options, self.num_running, length)
+        refuse_overload(self._waiting, self._options, self.num_running, request)
         seq = self._sequences[request.id] = Sequence(request, kv, constraint, self._limit)
         self._waiting.push(seq)
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from attrs import frozen
 
-from ..errors import EngineError
+from ..errors import Overloaded
 from ..request import FinishReason, Output, Usage
 from .blocks import CALL, TEXT, Block, Blocks, Reader, Step, plain
 from .errors import Failure
@@ -53,7 +53,7 @@ class MessageWriter:
     def events(self, output: Output) -> bytes:
         """The events that an output becomes."""
         if output.finish_reason is FinishReason.ABORT:
-            raise EngineError("The answer was aborted by the server.")
+            raise Overloaded("The answer was aborted by the server.")  # no stop_reason says so
         written = []
         if not self._started:
             self._started = True

@@ -28,7 +28,7 @@ from ..errors import Overloaded
 from ..telemetry import HttpCall
 from . import adapters, admin, anthropic, control, dashboard, docs, embeddings, models, pages, responses, tokens
 from .admin import orca
-from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, WrongHost, answer_to, describe
+from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, WrongHost, answer_to, describe, is_own
 from .face import Service
 from .generate import generate
 from .openai_chat import chat_completions
@@ -207,7 +207,9 @@ class Guard:
             await self._app(scope, receive, state.send)
         except ClientDisconnect:
             return
-        except Exception as error:
+        except BaseException as error:
+            if is_own(error):
+                raise
             failure = _of_router(error, scope) if isinstance(error, HTTPException) else describe(error)
             if state.status is None:
                 await answer_to(scope, failure)(scope, receive, state.send)

@@ -12,6 +12,7 @@ Before: errors.py (the tree).  After: app.py (handlers), sse.py (errors inside a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -102,7 +103,14 @@ class BodyTimeout(RequestError):
     status = 408
 
 
-def describe(error: Exception) -> Failure:
+def is_own(error: BaseException) -> bool:
+    """Whether a task must pass `error` on: it is cancelled itself. What it waited for may be cancelled without it."""
+    if isinstance(error, asyncio.CancelledError):
+        return bool(asyncio.current_task().cancelling())
+    return not isinstance(error, Exception)
+
+
+def describe(error: BaseException) -> Failure:
     """What the client is told about `error`."""
     if isinstance(error, RequestError):
         headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}

@@ -23,7 +23,7 @@ import orjson
 from attrs import evolve
 
 from ..request import Output, Usage
-from .errors import Failure, answer_to, describe
+from .errors import Failure, answer_to, describe, is_own
 
 _AT_ONCE = 32
 _NAMED = 20  # alternatives of a position, at most, as far as the size of an answer goes
@@ -102,7 +102,9 @@ class Generation:
                 tasks.start_soon(self._tell_progress, send)
             try:
                 await self._answer(send)
-            except Exception as error:
+            except BaseException as error:
+                if is_own(error):
+                    raise
                 await self._fail(error, scope, receive, send)
             tasks.cancel_scope.cancel()
 
@@ -151,7 +153,7 @@ class Generation:
                 await self._send(send, news)
             await anyio.sleep(PROGRESS_INTERVAL)
 
-    async def _fail(self, error: Exception, scope: Any, receive: Any, send: Any) -> None:
+    async def _fail(self, error: BaseException, scope: Any, receive: Any, send: Any) -> None:
         failure = describe(error)
         if self._started:
             await self._send(send, self._writer.failed(failure), more=False)
@@ -212,7 +214,9 @@ async def _merged(sources: Sequence[AsyncIterator[Output]], n: int) -> AsyncIter
                 async for output in source:
                     await news.put(_at(output, number * n + output.index))
             await news.put(None)
-        except Exception as error:
+        except BaseException as error:
+            if is_own(error):
+                raise
             await news.put(error)
 
     tasks: list[asyncio.Task[None]] = []
@@ -224,7 +228,7 @@ async def _merged(sources: Sequence[AsyncIterator[Output]], n: int) -> AsyncIter
         open_sources = len(tasks)
         while open_sources:
             item = await news.get()
-            if isinstance(item, Exception):
+            if isinstance(item, BaseException):
                 raise item
             if item is None:
                 open_sources -= 1
