@@ -1,5 +1,5 @@
 """Products with quantised weights at the shapes of a Llama of 8B: fp8 with a scale a row, or one for a block of
-128 x 128, and int4 in groups of 128.
+128 x 128, int4 in groups of 128, and codes of GGUF files in the bits that they have there.
 
 A product is recorded in a row of itself over enough copies of the codes that the device's cache never helps. Up to 64
 tokens by the kernels that read codes; for more tokens beside what else could be done: activations rounded to fp8 and
@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
+from attrs import evolve
 from kernel_timing import Case, options_replaced
 from kernels_dense import COLD, MODELS, Role, difference, folded
 from torch.nn import functional as F
@@ -22,10 +23,12 @@ from tinyserve.kernels.activation import gated_activation
 from tinyserve.kernels.packed import Packed, packed_dense
 from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
 from tinyserve.kernels.packed_gemv import packed_gemv, packed_gemv_reference
+from tinyserve.kernels.packed_planes import LOW_BITS, Planes, packed_planes, packed_planes_reference
 from tinyserve.kernels.round_rows import round_rows
 from tinyserve.kernels.scaled_gemm import scaled_gemm, scaled_gemm_reference
 from tinyserve.quant.grouped import scaled_product
 
+PLANES = {"Q3_K": (3, 16, 1), "Q5_0": (5, 32, 0), "Q6_K": (6, 16, 1)}  # bits, width, nested scales
 TOKENS = {"fp8": (1, 16, 64), "fp8-blocks": (1, 16, 64), "int4": (1, 8, 16, 64, 256)}
 MANY = (256, 2048)
 FORMATS = {"fp8": 8, "fp8-blocks": 8, "int4": 4}
@@ -44,9 +47,42 @@ def weight_of(format: str, role: Role) -> Packed:
     return Packed(codes, scales, None, columns, 4, 128, "int", 8)
 
 
-def moved(weight: Packed) -> int:
+def planes_of(kind: str, role: Role) -> Planes:
+    """Random codes in the bits of a GGUF type, four copies of which the device's cache does not hold."""
+    (bits, width, nested), rows, columns = PLANES[kind], role.rows, role.inputs
+    low, high = (
+        torch.randint(-(2**15), 2**15, (rows, columns * own // 16), dtype=torch.int16)
+        for own in (LOW_BITS[bits], bits - LOW_BITS[bits])
+    )
+    scales, outer = torch.full((rows, columns // width), columns**-0.5 / 2**bits, dtype=torch.float16), None
+    if nested:
+        outer = torch.full((rows, columns // width // 16, 1), columns**-0.5 / 2**bits / 64, dtype=torch.float16)
+        scales = torch.randint(-128, 128, (rows, columns // width), dtype=torch.int8)
+    return Planes(low, high, scales, None, columns, bits, width, 2 ** (bits - 1), outer)
+
+
+def moved(weight: Packed | Planes) -> int:
     """Bytes of codes and scales."""
-    return weight.codes.nbytes + weight.scales.nbytes
+    tensors = weight.tensors()[:2] if isinstance(weight, Packed) else (weight.low, weight.high, weight.scales)
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _planes(kind: str, role: Role) -> Iterator[Case]:
+    """Products of 1 to 64 rows; where a layer has a gate its product is one more kernel, not timed here."""
+    first = planes_of(kind, role)
+    weights = [first, *(evolve(first, low=first.low.clone(), high=first.high.clone()) for _ in range(5))]
+    for tokens in (1, 16, 64):
+        x, own = torch.randn(tokens, role.inputs, dtype=torch.bfloat16), {"parts": role.residual and tokens > 1}
+
+        def error(x: torch.Tensor = x, own: dict = own) -> float:
+            y = packed_planes(x, first, None, **own)
+            return difference(y.float().sum(0) if y.dim() == 3 else y, packed_planes_reference(x, first))
+
+        yield Case(
+            "packed_planes", f"8B {kind} {role.name} {role.inputs} x {role.rows}, {tokens} tokens",
+            [lambda w=w, x=x, own=own: packed_planes(x, w, None, **own) for w in weights], error=error,
+            moved=moved(first), flops=2 * tokens * role.inputs * role.rows, spaced=False,
+        )  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
@@ -62,6 +98,9 @@ def cases() -> Iterator[Case]:
                 yield from _few(format, role, tokens, weights)
             for tokens in MANY if role.name in ("qkv", "gate_up") and format != "fp8-blocks" else ():
                 yield from _many(format, role, tokens, weights[: 2 if tokens > 256 else None])
+    for kind in PLANES:
+        for role in (role for role in MODELS["8B"].roles[:4] if role.name in ("gate_up", "down")):
+            yield from _planes(kind, role)
 
 
 def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterator[Case]:
@@ -122,14 +161,38 @@ def _many(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterat
 
 # Rows and columns of a tile, warps.
 GEMV_TILES = [(8, 512, 4), (8, 1024, 4), (4, 1024, 4), (4, 1024, 2)]
-# Rows and columns of a tile, stages, warps.
+# Rows and columns of a tile, stages, warps; with blocks, whether tokens are the wide side.
 FP8_TILES = [(64, 256, 4, 4), (64, 256, 3, 4), (128, 128, 4, 8), (128, 128, 4, 4), (64, 128, 6, 4)]
-# Tiles of 128 columns of a warp and step, warps.
-STRIP_TILES = {
-    1: [(2, 4), (2, 8), (4, 4), (1, 8), (1, 4)],
-    8: [(2, 4), (2, 8), (1, 8)],
-    16: [(1, 4), (1, 8), (2, 4)],
+# Rows and columns of a tile, stages, warps, splits, whether tokens are the wide side.
+BLOCK_TILES = {
+    "16 qkv": [(64, 256, 4, 4, 1, 0), (64, 512, 3, 4, 1, 0)],
+    "64 qkv": [(64, 256, 4, 4, 1, 0), (64, 512, 3, 4, 1, 0), (32, 256, 4, 4, 1, 1), (64, 256, 4, 8, 1, 0)],
+    "16 out": [(64, 128, 8, 4, 4, 0), (64, 256, 4, 4, 4, 0)],
+    "64 out": [(64, 128, 4, 4, 4, 0), (64, 256, 4, 4, 2, 0), (64, 256, 3, 4, 4, 0)],
+    "16 gate_up": [(64, 128, 6, 4, 1, 0), (64, 256, 3, 4, 1, 0)],
+    "64 gate_up": [(64, 128, 4, 4, 1, 0), (64, 256, 2, 4, 1, 0)],
+    "16 down": [(64, 128, 8, 4, 4, 0), (64, 256, 4, 4, 4, 0)],
+    "64 down": [(64, 128, 4, 4, 4, 0), (32, 128, 4, 4, 4, 1), (64, 256, 3, 4, 4, 0), (64, 128, 6, 4, 2, 0)],
 }
+# Strips of 16 rows, steps of a round, warps, splits, registers of a thread (0: as many as the compiler likes), whether
+# rounds overlap.
+STRIP_TILES = {
+    "1 qkv": [(2, 2, 8, 1, 128, 0), (2, 1, 8, 1, 128, 1), (1, 1, 8, 1, 80, 1)],
+    "1 out": [(1, 2, 16, 1, 64, 0), (1, 1, 8, 1, 80, 1)],
+    "1 gate_up": [(2, 1, 4, 1, 128, 1), (2, 2, 8, 1, 128, 0), (1, 1, 4, 1, 96, 1), (2, 1, 8, 1, 128, 1),
+                  (1, 1, 8, 1, 80, 1)],
+    "1 down": [(1, 1, 16, 1, 64, 0), (1, 2, 8, 1, 128, 1), (1, 1, 8, 1, 80, 1), (1, 1, 16, 1, 0, 1)],
+    "8 qkv": [(2, 4, 4, 1, 0, 0), (2, 1, 4, 1, 128, 1), (2, 2, 4, 1, 168, 1)],
+    "8 out": [(2, 4, 4, 2, 0, 0), (2, 1, 4, 4, 128, 1)],
+    "8 gate_up": [(2, 1, 4, 1, 128, 1), (2, 2, 4, 1, 168, 1), (2, 2, 4, 1, 128, 0), (4, 1, 4, 1, 168, 1),
+                  (2, 1, 8, 1, 128, 1)],
+    "8 down": [(2, 1, 4, 4, 128, 1), (2, 1, 4, 7, 128, 1), (4, 1, 4, 7, 168, 1), (2, 2, 8, 7, 128, 0),
+               (2, 2, 4, 7, 128, 0)],
+    "16 qkv": [(2, 4, 4, 1, 0, 0), (2, 1, 4, 1, 168, 1), (2, 2, 4, 1, 168, 0)],
+    "16 out": [(2, 4, 4, 2, 0, 0), (2, 1, 4, 4, 168, 1)],
+    "16 gate_up": [(2, 1, 4, 1, 168, 1), (4, 1, 4, 1, 0, 1), (2, 2, 4, 1, 168, 0), (4, 1, 4, 1, 168, 0)],
+    "16 down": [(2, 1, 4, 4, 168, 1), (4, 1, 4, 7, 0, 1), (2, 2, 4, 7, 168, 0), (4, 2, 4, 7, 0, 0)],
+}  # fmt: skip
 # Tokens and rows of a tile, stages, warps, whether numbers are scaled before the product.
 INT4_TILES = {
     64: [(64, 64, 4, 4, 0), (64, 128, 4, 8, 1)],
@@ -151,8 +214,9 @@ def variants(case: Case) -> Iterator[dict]:
                 rows = max(rows // (2 if role.gate else 1), 1)
                 yield {"BLOCK_N": rows, "BLOCK_K": columns, "AHEAD": 0, "num_warps": warps}
     elif case.kernel == "packed_strips":
-        for tiles, warps in STRIP_TILES[tokens]:
-            yield {"TILES": tiles, "num_warps": warps}
+        for strips, ring, warps, splits, registers, hold in STRIP_TILES[f"{tokens} {role.name}"]:
+            use = {"STRIPS": strips, "RING": ring, "SPLITS": splits, "REGISTERS": registers, "HOLD": hold}
+            yield use | {"num_warps": warps}
     elif format == "int4":
         for block, rows, stages, warps, fold in (GATED_TILES if role.gate else INT4_TILES)[tokens]:
             for splits in (2, 4) if role.residual else (1,):
@@ -166,16 +230,17 @@ def variants(case: Case) -> Iterator[dict]:
 
 def _fp8_variants(role: Role, tokens: int, format: str) -> Iterator[dict]:
     block = 64 if tokens > 32 else 16
-    for rows, columns, stages, warps in FP8_TILES:
-        if columns > 128 and format == "fp8-blocks":
-            continue
-        for splits in (2, 4) if role.residual else (1,):
-            stage = (block + rows * (1 + role.gate)) * columns
-            if stage * stages <= 220_000 and role.inputs % (columns * splits) == 0:
-                yield {
-                    "BLOCK_M": block, "BLOCK_N": rows, "BLOCK_K": columns, "SPLITS": splits, "STAGES": stages,
-                    "num_warps": warps,
-                }  # fmt: skip
+    if format == "fp8-blocks":
+        tiles = BLOCK_TILES[f"{tokens} {role.name}"]
+    else:
+        tiles = [(*tile, splits, 0) for tile in FP8_TILES for splits in ((2, 4) if role.residual else (1,))]
+    for rows, columns, stages, warps, splits, swap in tiles:
+        stage = (block + rows * (1 + role.gate)) * columns
+        if stage * stages <= 220_000 and role.inputs % (columns * splits) == 0:
+            yield {
+                "BLOCK_M": block, "BLOCK_N": rows, "BLOCK_K": columns, "SPLITS": splits, "SWAP": swap,
+                "STAGES": stages, "num_warps": warps,
+            }  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ def test_every_module_and_public_class_has_a_docstring(path):
 def test_every_kernel_has_a_reference_and_a_test():
     wrong = []
     for path in sorted((PACKAGE / "kernels").glob("*.py")):
-        if path.stem in ("__init__", "launch", "pages"):
+        if path.stem in ("__init__", "launch", "packed_lanes", "pages"):  # parts of kernels, tested with them
             continue
         names = {function.name for function in functions(path)}
         pairs = [name for name in names if f"{name}_reference" in names]

@@ -107,6 +107,21 @@ def test_shapes_that_do_not_fit_are_refused(device):
         packed_planes(randn(2, 96, dtype=torch.float16, device=device), weight)
 
 
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_words(device):
+    """Breaks at row 524288 of 4096 words, for one row of x and for several: the offset 2**31 wraps in 32 bits."""
+    rows, columns = 524290, 16384
+    low = torch.zeros(rows, columns // 4, dtype=torch.int16, device=device)
+    high = torch.zeros(rows, columns // 8, dtype=torch.int16, device=device)
+    scales = torch.zeros(rows, columns // 16, dtype=torch.float16, device=device)
+    low[-1], high[-1], scales[-1] = 0x1111, -0x5556, 0.5  # codes of 0b100001, which is 33
+    weight = Planes(low, high, scales, None, columns, 6, 16, 32)
+
+    for tokens in (1, 3):
+        y = packed_planes(torch.ones(tokens, columns, dtype=torch.float16, device=device), weight)
+        assert y[:, -1].tolist() == [8192] * tokens and float(y[:, :-1].abs().max()) == 0
+
+
 def compile_cases():
     for name, tokens, parts in (("Q6_K", 1, False), ("Q5_K", 16, True)):
         bits, width, adds, nested = LAYOUTS[name]

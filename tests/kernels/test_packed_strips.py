@@ -6,6 +6,7 @@ import torch
 from tests.kernels.harness import assert_close, gapped, randn
 from tests.kernels.test_packed import LAYOUTS, meta_weight, weight_of
 from tests.kernels.test_packed_gemv import check_one_row
+from tinyserve.kernels import launch
 from tinyserve.kernels.packed import tile_of
 from tinyserve.kernels.packed_gemm import packed_gemm
 from tinyserve.kernels.packed_strips import packed_strips, packed_strips_reference, strips_fit
@@ -44,6 +45,25 @@ def test_a_few_rows_are_the_product_of_its_numbers(device, dtype, name, tokens):
             whole = packed_strips(x, weight, bias, parts=True)
             assert whole.shape == (1, tokens, rows) and whole.dtype == torch.float32
             assert torch.equal(whole[0].to(dtype), actual)
+
+
+@pytest.mark.parametrize("name", ["int4-128", "int4-128-zeros", "int4-32"])
+def test_splits_and_rounds_add_up_to_the_product(device, name, monkeypatch):
+    """Three splits of 23 tiles in steps of four, in rounds of one and of two, the last split short: a tile that is left
+    out or taken twice is a 23rd of all. 200 is more than 2**7: codes are small numbers that x has to make large."""
+    weight, dense = weight_of(name, 37, 23 * 128, device=device)
+    x = randn(5, 23 * 128, dtype=torch.float16, device=device, spread=200)
+    expected = skinny_gemm_reference(x, dense.to(device), None, parts=True)[0]
+    for ring, hold in ((1, 1), (2, 0)):
+        chosen = {"STRIPS": 1, "RING": ring, "SPLITS": 3, "HOLD": hold, "num_warps": 4}
+        monkeypatch.setattr(
+            launch, "tuned_rows", lambda name, use=chosen: {"packed_strips": [{"when": {}, "use": use}]}
+        )
+
+        parts = packed_strips(x, weight, parts=True)
+
+        assert parts.shape == (3, 5, 37) and parts.dtype == torch.float32
+        assert float((parts.sum(0) - expected).norm() / expected.norm()) < 1e-3
 
 
 def test_what_fits(device):

@@ -59,6 +59,6 @@ def compile_cases():
     ]:
         weight = meta_weight(name, rows * (2 if gate else 1), width)
         x = torch.empty(tokens, width, dtype=torch.float8_e4m3fn)
-        scales = torch.empty(tokens, weight.scales.shape[1])
+        scales = torch.empty(weight.scales.shape[1], tokens).t()
         given = {"dtype": torch.bfloat16, "gate": gate, "parts": parts}
         yield lambda x=x, s=scales, w=weight, given=given: scaled_gemm(x, s, w, **given)

@@ -228,6 +228,37 @@ SCALED_OF_HALF, SCALED_OF_BFLOAT = _of_places(
 )
 
 
+def _bare(*steps: str) -> tl.constexpr:
+    return tl.constexpr("\n".join(["{", ".reg .b32 w;", *steps, "}"]))
+
+
+_LOW, _NEXT = ("and.b32 ${}, {}, 0x000F000F;", "and.b32 ${}, {}, 0x00F000F0;")
+BARE_OF_HALF = _bare(
+    _LOW.format(0, "$4"), *(f"shr.u32 w, $4, {4 * place}; " + _LOW.format(place, "w") for place in (1, 2, 3))
+)
+BARE_OF_BFLOAT = _bare(
+    _LOW.format(0, "$4"), _NEXT.format(1, "$4"), "shr.u32 w, $4, 8;", _LOW.format(2, "w"), _NEXT.format(3, "w")
+)
+LEAST_HALF, LEAST_BFLOAT = tl.constexpr(2.0**-24), tl.constexpr(2.0**-133)  # the smallest numbers above zero
+
+
+@triton.jit
+def bare_nibbles(code, HALF: tl.constexpr):
+    """The four codes of each word as float16 if HALF, else bfloat16, times the smallest number that there is above
+    zero: the bits of a code are such a number already. For bfloat16 the second and fourth are 16 times as large.
+    """
+    if HALF:
+        return tl.inline_asm_elementwise(
+            BARE_OF_HALF, "=&r,=&r,=&r,=&r,r", [code],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            BARE_OF_BFLOAT, "=&r,=&r,=&r,=&r,r", [code],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
 @triton.jit
 def four_nibbles(code, minus, HALF: tl.constexpr):
     """The four codes of each word, plus `minus`, as float16 if HALF, else bfloat16; two words at a time.

@@ -3,8 +3,8 @@
     scale = max(|x|) / 448            code = fp8(x / scale)
 
 One program reads a row, finds its largest magnitude, and writes codes and scale: 2·K bytes in, K out. Each `width`
-columns may have a scale of their own. A static scale, which some checkpoints bring for all tokens, takes the place of
-the maximum.
+columns may have a scale of their own; then a program takes only a few of a row's groups. A static scale, which some
+checkpoints bring for all tokens, takes the place of the maximum.
 
 Source: "FP8 Formats for Deep Learning", arXiv:2209.05433, section 3.
 
@@ -30,6 +30,7 @@ from .launch import (
 LARGEST = 448.0  # of e4m3
 SMALLEST = torch.finfo(torch.float32).tiny  # a scale that is not 0, for rows of zeros
 MAX_COLUMNS = 65536  # one program holds a row in registers
+GROUPS_AT_ONCE = 16  # of a row with several
 
 
 def round_rows_reference(
@@ -44,7 +45,7 @@ def round_rows_reference(
         reach = tiles.abs().amax(dim=2)
         scale = ((reach.clamp(max=limit) if limit else reach) / LARGEST).clamp(min=SMALLEST)
     codes = (tiles / scale[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return codes.flatten(1)[:, : x.shape[1]].contiguous(), scale.contiguous()
+    return codes.flatten(1)[:, : x.shape[1]].contiguous(), scale.t().contiguous().t()
 
 
 @triton.jit
@@ -64,15 +65,16 @@ def _round_rows_kernel(
     x_ptr,  # [M, K]
     static_ptr,  # [1]; read if STATIC
     codes_ptr,  # [M, K] bytes
-    scale_ptr,  # [M, GROUPS] float32
+    scale_ptr,  # [GROUPS, M] float32
     x_stride,  # elements between rows
+    scale_stride,  # elements between groups
     K,
     limit,
     STATIC: tl.constexpr,
     LIMITED: tl.constexpr,
     NATIVE: tl.constexpr,
     GROUPS: tl.constexpr,  # scales of a row
-    BLOCK_G: tl.constexpr,  # a power of two, at least GROUPS
+    BLOCK_G: tl.constexpr,  # groups of a program, a power of two
     WIDTH: tl.constexpr,  # columns that share a scale
     BLOCK: tl.constexpr,  # a power of two, at least WIDTH
     PDL: tl.constexpr,
@@ -80,6 +82,8 @@ def _round_rows_kernel(
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     group, lane = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK)
+    if GROUPS > BLOCK_G:
+        group += tl.program_id(1) * BLOCK_G
     column = group[:, None] * WIDTH + lane[None, :]
     inside = (column < K) & (lane[None, :] < WIDTH)
     wait_inputs(PDL)
@@ -93,7 +97,7 @@ def _round_rows_kernel(
         scale = tl.maximum(reach / 448.0, 1.1754943508222875e-38)
     value = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0)
     tl.store(codes_ptr + row * K + column, _e4m3(value, NATIVE), mask=inside)
-    tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
+    tl.store(scale_ptr + row + group * scale_stride, scale, mask=group < GROUPS)
 
 
 def round_rows(
@@ -109,7 +113,8 @@ def round_rows(
         width: columns that share a scale; 0: all.
 
     Returns:
-        codes [M, K] float8_e4m3fn, scales [M, ceil(K / width)] float32: x is about codes * scales.
+        codes [M, K] float8_e4m3fn, scales [M, ceil(K / width)] float32, with rows beside each other in
+        memory: x is about codes * scales.
 
     Raises:
         ValueError: rows that are not contiguous, or longer than MAX_COLUMNS.
@@ -123,15 +128,16 @@ def round_rows(
     width = width or max(columns, 1)
     groups = cdiv(columns, width)
     codes = torch.empty(tokens, columns, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
-    blocks = {"BLOCK_G": next_power_of_2(groups), "BLOCK": next_power_of_2(width)}
+    scales = torch.empty(groups, cdiv(tokens, 16) * 16 if groups > 1 else tokens, dtype=torch.float32, device=x.device)
+    blocks = {"BLOCK_G": min(next_power_of_2(groups), GROUPS_AT_ONCE), "BLOCK": next_power_of_2(width)}
     if codes.numel():
-        _round_rows_kernel[(tokens,)](
+        _round_rows_kernel[(tokens, cdiv(groups, blocks["BLOCK_G"]))](
             x,
             x if static is None else static,
             codes,
             scales,
             x.stride(0),
+            scales.stride(0),
             columns,
             limit,
             STATIC=static is not None,
@@ -143,4 +149,4 @@ def round_rows(
             num_warps=row_warps(blocks["BLOCK_G"] * blocks["BLOCK"]),
             **overlap(x),
         )
-    return codes.view(torch.float8_e4m3fn), scales
+    return codes.view(torch.float8_e4m3fn), scales.t() if groups == 1 else scales[:, :tokens].t()

@@ -56,29 +56,39 @@ def _codes(row, column, inside, NATIVE: tl.constexpr):
 
 @triton.jit
 def _step(
-    total,  # [rows, tokens] float32, added to
+    total,  # [rows, tokens] float32, added to; [tokens, rows] if SWAP
     w_row,  # [rows, 1] pointers
     x,  # [tokens, columns]
     column,
     w_inside,
-    w_scale,  # [rows] pointers to the step's scales; read if WIDTH
+    w_scale,  # [rows] of the step; read if WIDTH
     x_scale,  # [tokens] of the step; read if WIDTH
     WIDTH: tl.constexpr,
     NATIVE: tl.constexpr,
     EXACT: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
     """total + the product of one step."""
     w = _codes(w_row, column, w_inside, NATIVE)
     if WIDTH == 0:
         return tl.dot(w, tl.trans(x), total, max_num_imprecise_acc=EXACT)
-    part = tl.dot(w, tl.trans(x), max_num_imprecise_acc=EXACT)
-    return total + part * tl.load(w_scale).to(tl.float32)[:, None] * x_scale[None, :]
+    elif SWAP:
+        return total + tl.dot(x, tl.trans(w)) * x_scale[:, None] * w_scale[None, :]
+    else:
+        return total + tl.dot(w, tl.trans(x)) * w_scale[:, None] * x_scale[None, :]
+
+
+@triton.jit
+def _of_group(ptr, row, start, K, stride, inside, WIDTH: tl.constexpr):
+    """float32 scales of rows for the group of column `start`; row: where theirs begin; stride: between groups."""
+    group = tl.minimum(start, K - 1) // WIDTH
+    return tl.load(ptr + row + group * stride, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _scaled_gemm_kernel(
     x_ptr,  # [M, K] e4m3
-    x_scales_ptr,  # [M, G] float32
+    x_scales_ptr,  # [M, G] float32, tokens beside each other
     codes_ptr,  # [N, K] e4m3, or [2 N, K] if GATE
     scales_ptr,  # [N, G] or [2 N, G] float32
     bias_ptr,  # [N] or [2 N]; read if BIAS
@@ -87,6 +97,7 @@ def _scaled_gemm_kernel(
     N,
     K,
     G,
+    x_stride,  # elements between groups of x, which is at least M
     GATE: tl.constexpr,  # a kind of activation.py, "" for none
     BIAS: tl.constexpr,
     WIDTH: tl.constexpr,  # a multiple of BLOCK_K, or 0
@@ -97,6 +108,7 @@ def _scaled_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    SWAP: tl.constexpr,  # tokens are the side that must be 64 wide; with blocks
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -107,32 +119,42 @@ def _scaled_gemm_kernel(
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     share = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
     first = split * share
-    lane = tl.arange(0, BLOCK_K)
+    lane = tl.arange(0, EXACT if WIDTH > 0 else BLOCK_K)
     x_row = x_ptr + token[:, None].to(tl.int64) * K
     w_row = codes_ptr + read[:, None] * K
     up_row = codes_ptr + (read[:, None] + N) * K
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N] if SWAP else [BLOCK_N, BLOCK_M], tl.float32)
     total_up = total
+    w_scale = tl.zeros([BLOCK_N], tl.float32)
+    up_scale = w_scale
     x_scale = tl.zeros([BLOCK_M], tl.float32)
-    wait_inputs(PDL)
-
-    for start in tl.range(first, first + share, BLOCK_K, num_stages=STAGES):
-        column = (start + lane)[None, :]
-        x = _codes(x_row, column, (token[:, None] < M) if EVEN else (token[:, None] < M) & (column < K), NATIVE)
-        w_inside = tl.full([1, 1], True, tl.int1) if EVEN else column < K
-        group = 0
-        if WIDTH > 0:
-            group = tl.minimum(start, K - 1) // WIDTH
-            x_scale = tl.load(x_scales_ptr + token * G + group, mask=token < M, other=0.0)
-        total = _step(
-            total, w_row, x, column, w_inside, scales_ptr + read * G + group, x_scale, WIDTH, NATIVE, EXACT
-        )  # fmt: skip
+    if WIDTH > 0:
+        w_scale = _of_group(scales_ptr, read * G, first, K, 1, row >= 0, WIDTH)
         if GATE != "":
-            total_up = _step(
-                total_up, up_row, x, column, w_inside, scales_ptr + (read + N) * G + group, x_scale, WIDTH, NATIVE,
-                EXACT,
-            )  # fmt: skip
+            up_scale = _of_group(scales_ptr, (read + N) * G, first, K, 1, row >= 0, WIDTH)
+    wait_inputs(PDL)
+    if WIDTH > 0:
+        x_scale = _of_group(x_scales_ptr, token, first, K, x_stride, token < x_stride, WIDTH)
 
+    for begin in tl.range(first, first + share, BLOCK_K, num_stages=STAGES):
+        for piece in tl.static_range(BLOCK_K // EXACT if WIDTH > 0 else 1):  # of 128 columns with blocks
+            start = begin + piece * EXACT
+            next_w, next_up, next_x = w_scale, up_scale, x_scale
+            if WIDTH > 0:  # scales of the next piece, whose way takes longer than this one
+                next_w = _of_group(scales_ptr, read * G, start + EXACT, K, 1, row >= 0, WIDTH)
+                next_x = _of_group(x_scales_ptr, token, start + EXACT, K, x_stride, token < x_stride, WIDTH)
+                if GATE != "":
+                    next_up = _of_group(scales_ptr, (read + N) * G, start + EXACT, K, 1, row >= 0, WIDTH)
+            column = (start + lane)[None, :]
+            x = _codes(x_row, column, (token[:, None] < M) if EVEN else (token[:, None] < M) & (column < K), NATIVE)
+            w_inside = tl.full([1, 1], True, tl.int1) if EVEN else column < K
+            total = _step(total, w_row, x, column, w_inside, w_scale, x_scale, WIDTH, NATIVE, EXACT, SWAP)
+            if GATE != "":
+                total_up = _step(total_up, up_row, x, column, w_inside, up_scale, x_scale, WIDTH, NATIVE, EXACT, SWAP)
+            w_scale, up_scale, x_scale = next_w, next_up, next_x
+
+    if SWAP:
+        total, total_up = tl.trans(total), tl.trans(total_up)
     if not NATIVE:
         total *= 65536.0
         total_up *= 65536.0
@@ -164,7 +186,7 @@ def scaled_gemm(
     """Multiply a few rows of fp8 by a matrix of fp8. Right for any number of rows, fast up to about 128.
 
     Args:
-        x: [M, K] float8_e4m3fn, contiguous.   x_scales: [M, G] float32, as the weight's groups; G is 1 if width is 0.
+        x, x_scales: [M, K] float8_e4m3fn, [M, G] float32, as `round_rows` returns them; G is 1 if width is 0.
         weight: e4m3 with width 0 or a multiple of 128; N rows, with `gate` 2 N, the gate's rows first.
         bias: one number per row of `weight`.   dtype: of the result.
         gate: a kind of activation.py: the product's first half goes through it and is multiplied by the second.
@@ -180,7 +202,7 @@ def scaled_gemm(
     (tokens, columns), groups = x.shape, weight.scales.shape[1]
     if weight.kind != "e4m3" or weight.width % 128 or x.dtype != torch.float8_e4m3fn or not x.is_contiguous():
         raise ValueError(f"scaled_gemm: x is {x.dtype}, weights {weight.kind} in groups of {weight.width}")
-    if x_scales.shape != (tokens, groups) or not x_scales.is_contiguous() or (parts and gate is not None):
+    if x_scales.shape != (tokens, groups) or (tokens > 1 and x_scales.stride(0) != 1) or (parts and gate is not None):
         raise ValueError(f"scaled_gemm: x_scales {list(x_scales.shape)}; parts {parts} with gate {gate!r}")
     if not use_kernel(x):
         return scaled_gemm_reference(x, x_scales, weight, bias, dtype=dtype, gate=gate, parts=parts)
@@ -200,11 +222,12 @@ def scaled_gemm(
             rows,
             columns,
             groups,
+            x_scales.stride(1) if groups > 1 else tokens,
             GATE=gate or "",
             BIAS=bias is not None,
             WIDTH=weight.width,
             NATIVE=native,
-            EXACT=min(EXACT, options["BLOCK_K"]),
+            EXACT=min(128 if weight.width else EXACT, options["BLOCK_K"]),
             EVEN=columns % (options["BLOCK_K"] * options["SPLITS"]) == 0,
             **options,
             **overlap(x),
@@ -222,23 +245,24 @@ def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: boo
 def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: bool) -> dict[str, int]:
     """Strips of 64 rows, 256 bytes a row and load, up to four loads in flight; splits until they fill the device.
 
-    With two halves 128 bytes, so that two programs fit on a processor and a wide W needs one round of them. Blocks take
-    steps of 128 columns, which are as many waits: so there are more splits, and more loads in flight where programs are
-    few.
+    With two halves 128 bytes where there are many tokens (or one scale a row), so that two programs fit on a processor
+    and a wide W needs one round of them; with blocks three loads in flight for the same reason.
     """
     device, (tokens, columns) = facts(x.device), x.shape
     block_m, block_n, splits = min(max(next_power_of_2(tokens), 16), 64), 64, 1
-    block_k = 128 if weight.width or gated else 256
-    strips, most = cdiv(rows, block_n), 2 if not weight.width else 8 if columns >= 8192 else 4
+    narrow = block_m > 16 or not weight.width if gated else weight.width and not speaks_ptx(x)
+    block_k = 128 if narrow else 256
+    strips, most = cdiv(rows, block_n), 4 if weight.width else 2
     while parts and splits < most and strips * splits < 2 * device.processors and columns >= 4 * splits * block_k:
         splits *= 2
-    flights = 8 if weight.width and strips * splits <= device.processors else 4
-    stages = min(max(device.shared * 9 // 10 // ((block_m + block_n * (1 + gated)) * block_k), 1), flights)
+    stage = (block_m + block_n * (1 + gated)) * block_k
+    flights = 3 if weight.width and stage > 30_000 and strips * splits > device.processors else 4
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "SPLITS": splits,
-        "STAGES": stages,
+        "SWAP": 0,
+        "STAGES": min(max(device.shared * 9 // 10 // stage, 1), flights),
         "num_warps": 4,
     }
