@@ -245,10 +245,7 @@ class Engine:
             self._wake()
 
     async def beam_search(
-        self,
-        prompt: str | Sequence[int] | Mapping[str, Any],
-        params: BeamSearchParams,
-        **options: Any,
+        self, prompt: str | Sequence[int] | Mapping[str, Any], params: BeamSearchParams, **options: Any
     ) -> BeamSearchOutput:
         """The best `beam_width` answers by total log-probability, best first; see beam.py. options: as of generate."""
         return await search(self, Call(prompt=prompt, **options), params)
