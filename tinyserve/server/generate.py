@@ -18,7 +18,6 @@ from starlette.requests import Request
 from ..request import Logprob, Output
 from . import answers, spans
 from .bodies import INT64, MODEL, SAMPLING, STREAMING
-from .errors import Failure
 from .face import Service
 from .fields import read_body
 from .logprobs import finite, prompt_logprobs
@@ -26,7 +25,7 @@ from .openai_chat import name_of
 from .requestlog import log_request
 from .sampling import StreamOptions, read_sampling, read_stream, request_options
 from .schema import Body, Param, choice, documented, facts, flag, inside, integer, refusal, text
-from .sse import DONE, Generation, Tally, openai_failed
+from .sse import ChoiceWriter, Generation
 
 _NOT_PARAMETERS = {"truncate_prompt_tokens", "truncation_side", "use_beam_search", "length_penalty", "best_of"}
 
@@ -102,15 +101,14 @@ async def generate(request: Request, service: Service) -> Generation:
     )  # fmt: skip
 
 
-class TokenWriter:
+class TokenWriter(ChoiceWriter):
     """Writes the answers of one request, as chunks or as one object."""
 
     def __init__(self, name: str, shape: Shape, stream: StreamOptions, *, details: bool) -> None:
-        self._name = name
+        counted = {"prompts": [shape.prompt_tokens], "n": shape.n, "details": details}
+        super().__init__({"request_id": name}, **counted, usage=stream.include_usage)
         self._shape = shape
         self._stream = stream
-        self._tally = Tally([shape.prompt_tokens], details=details)
-        self._choices: dict[int, list[Output]] = {}
 
     def events(self, output: Output) -> bytes:
         """One chunk, or b"" when nothing is new."""
@@ -118,30 +116,13 @@ class TokenWriter:
         if not (output.token_ids or output.text or output.finished):
             return b""
         usage = self._tally.so_far(output.usage) if self._stream.continuous else b""
-        head = orjson.dumps({"request_id": self._name, "choices": [self._choice(output.index, [output])]})
-        return b"data: " + head[:-1] + usage + b"}\n\n"
-
-    def last_events(self) -> bytes:
-        """The usage chunk, if asked for, and [DONE]."""
-        if not self._stream.include_usage:
-            return DONE
-        last = {"request_id": self._name, "choices": [], "usage": self._tally.total()}
-        return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
-
-    def failed(self, failure: Failure) -> bytes:
-        """The error as an event, and [DONE]."""
-        return openai_failed(failure)
-
-    def add(self, output: Output) -> None:
-        """Keep an output for `body`."""
-        self._tally.count(output, self._shape.n)
-        self._choices.setdefault(output.index, []).append(output)
+        return b"%b%b]%b}\n\n" % (self.head, orjson.dumps(self._choice(output.index, [output])), usage)
 
     def body(self) -> bytes:
         """All answers."""
         first = next((o.prompt_logprobs for o in self._choices[0] if o.prompt_logprobs is not None), None)
         answer = {
-            "request_id": self._name,
+            **self._identity,
             "choices": [self._choice(index, outputs) for index, outputs in sorted(self._choices.items())],
             "prompt_logprobs": prompt_logprobs(first),
             "usage": self._tally.total(),

@@ -26,7 +26,6 @@ from . import answers, spans
 from .amount import MAX_MESSAGES, check_messages
 from .beam import beam_outputs, read_beam, with_form
 from .bodies import CHAT, EFFORTS
-from .errors import Failure
 from .face import Service
 from .fields import Fields, read_body
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -34,7 +33,7 @@ from .reading import Reading, Readings, deltas
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .schema import facts
-from .sse import DONE, Generation, Progress, Tally, openai_failed
+from .sse import ChoiceWriter, Generation, Progress
 from .tools import ToolPlan, plan_tools
 
 
@@ -211,23 +210,22 @@ def _echo(fields: Fields, messages: Sequence[Mapping[str, Any]], role: str) -> s
     return content if isinstance(content, str) else ""
 
 
-class ChatWriter:
+class ChatWriter(ChoiceWriter):
     """Writes the answers of one request, as events or as one object."""
 
     def __init__(
         self, request_id: str, model: str, tokenizer: Any, shape: Shape, stream: StreamOptions, details: bool
     ) -> None:
-        self._identity = {
+        identity = {
             "id": request_id, "object": "chat.completion", "created": int(time.time()), "model": model,
             "system_fingerprint": shape.fingerprint,
         }  # fmt: skip
+        chunk = {**identity, "object": "chat.completion.chunk"}
+        counted = {"prompts": [len(shape.prompt_ids)], "n": shape.n, "details": details}
+        super().__init__(identity, chunk, **counted, usage=stream.include_usage)
         self._tokenizer = tokenizer
         self._shape = shape
         self._stream = stream
-        self._tally = Tally([len(shape.prompt_ids)], details=details)
-        head = orjson.dumps({**self._identity, "object": "chat.completion.chunk"})
-        self.head = b"data: " + head[:-1] + b',"choices":['
-        self._choices: dict[int, list[Output]] = {}
         self._started: set[int] = set()
         self._readings: dict[int, Reading] = {}
 
@@ -269,16 +267,6 @@ class ChatWriter:
         reason = reading.finish_reason(output) if output.finished else None
         return [*chunks, self._delta(output, orjson.dumps(last), reason)]
 
-    def last_events(self) -> bytes:
-        """The usage chunk, if asked for, and [DONE]."""
-        if not self._stream.include_usage:
-            return DONE
-        return self.head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
-
-    def failed(self, failure: Failure) -> bytes:
-        """The error as an event, and [DONE]."""
-        return openai_failed(failure)
-
     def _first(self, output: Output) -> bytes:
         delta = orjson.dumps({"role": self._shape.role, "content": ""})
         usage = b""
@@ -310,12 +298,11 @@ class ChatWriter:
 
     def add(self, output: Output) -> None:
         """Keep an output for `body`."""
-        self._tally.count(output, self._shape.n)
+        super().add(output)
         if self._shape.readings is not None:
             reading = self._reading(output.index)
             reading.take(output)
             self._tally.thought(output.index, reading.reasoning_tokens)
-        self._choices.setdefault(output.index, []).append(output)
 
     def body(self) -> bytes:
         """The `chat.completion` object."""

@@ -21,7 +21,6 @@ from ..request import Output
 from . import answers, spans
 from .beam import beam_outputs, read_beam, with_form
 from .bodies import COMPLETION
-from .errors import Failure
 from .face import Service
 from .fields import Fields, read_body
 from .logprobs import TextLogprobs, joined, prompt_logprobs
@@ -30,7 +29,7 @@ from .prompts import Prompt, read
 from .requestlog import log_request
 from .sampling import StreamOptions, read_sampling, read_stream, request_options
 from .schema import facts
-from .sse import DONE, Generation, Progress, Tally, openai_failed
+from .sse import ChoiceWriter, Generation, Progress
 
 MAX_CHOICES = 16384  # prompts times answers
 DEFAULT_MAX_TOKENS = 16
@@ -114,22 +113,21 @@ def _decided(fields: Fields, echo: bool) -> dict[str, Any]:
     return decided
 
 
-class CompletionWriter:
+class CompletionWriter(ChoiceWriter):
     """Writes the choices of one request, as events or as one object."""
 
     def __init__(
         self, request_id: str, model: str, tokenizer: Any, shape: Shape, stream: StreamOptions, details: bool
     ) -> None:
-        self._identity = {
+        identity = {
             "id": request_id, "object": "text_completion", "created": int(time.time()), "model": model,
             "system_fingerprint": shape.fingerprint,
         }  # fmt: skip
+        prompts = [len(prompt.ids) for prompt in shape.prompts]
+        super().__init__(identity, prompts=prompts, n=shape.n, usage=stream.include_usage, details=details)
         self._tokenizer = tokenizer
         self._shape = shape
         self._stream = stream
-        self._tally = Tally([len(prompt.ids) for prompt in shape.prompts], details=details)
-        self.head = b"data: " + orjson.dumps(self._identity)[:-1] + b',"choices":['
-        self._choices: dict[int, list[Output]] = {}
         self._logprobs: dict[int, TextLogprobs] = {}
         self._started: set[int] = set()
 
@@ -174,22 +172,7 @@ class CompletionWriter:
         usage = self._tally.so_far(output.usage) if self._stream.continuous else b""
         return b'%b{"index":%d,"text":%b,%b}]%b}\n\n' % (self.head, output.index, orjson.dumps(text), tail, usage)
 
-    def last_events(self) -> bytes:
-        """The usage chunk, if asked for, and [DONE]."""
-        if not self._stream.include_usage:
-            return DONE
-        return self.head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
-
-    def failed(self, failure: Failure) -> bytes:
-        """The error as an event, and [DONE]."""
-        return openai_failed(failure)
-
     # ---- one object
-
-    def add(self, output: Output) -> None:
-        """Keep an output for `body`."""
-        self._tally.count(output, self._shape.n)
-        self._choices.setdefault(output.index, []).append(output)
 
     def body(self) -> bytes:
         """The `text_completion` object."""

@@ -186,11 +186,6 @@ class Progress:
         return self._head + b'],"prompt_progress":' + orjson.dumps(told) + b"}\n\n"
 
 
-def openai_failed(failure: Failure) -> bytes:
-    """How a stream of chunks ends after an error: the error, then [DONE]."""
-    return b"data: " + failure.body() + b"\n\n" + DONE
-
-
 def _weight(output: Output) -> int:
     """How much there is to write, in tokens and log-probabilities."""
     named = len(output.logprobs or ()) + len(output.prompt_logprobs or ())
@@ -289,3 +284,45 @@ class Tally:
         if self._details:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return usage
+
+
+class ChoiceWriter:
+    """What writers of OpenAI's chunks share: answers are numbered choices, and a stream ends with usage and [DONE].
+
+    Args:
+        identity: how the one object begins, and a chunk, if `chunk` is not given.
+        prompts: prompt tokens of each prompt.   n: answers to each.
+        usage: whether a stream ends with it.   details: whether cached tokens are reported.
+    """
+
+    def __init__(
+        self,
+        identity: dict[str, Any],
+        chunk: dict[str, Any] | None = None,
+        *,
+        prompts: Sequence[int],
+        n: int,
+        usage: bool,
+        details: bool,
+    ) -> None:
+        self._identity = identity
+        self._n = n
+        self._told = usage
+        self._tally = Tally(prompts, details=details)
+        self.head = b"data: " + orjson.dumps(chunk or identity)[:-1] + b',"choices":['
+        self._choices: dict[int, list[Output]] = {}
+
+    def last_events(self) -> bytes:
+        """The usage chunk, if asked for, and [DONE]."""
+        if not self._told:
+            return DONE
+        return self.head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
+
+    def failed(self, failure: Failure) -> bytes:
+        """The error as an event, and [DONE]."""
+        return b"data: " + failure.body() + b"\n\n" + DONE
+
+    def add(self, output: Output) -> None:
+        """Keep an output for `body`."""
+        self._tally.count(output, self._n)
+        self._choices.setdefault(output.index, []).append(output)
