@@ -5,7 +5,7 @@ result is already there: otherwise a fast device would starve the sockets that s
 
 Who waits usually sleeps: a thread of the runner waits for the device, builds the output and wakes the loop, which is
 0.3 to 0.7 ms after the device was done. Where the device is waiting by then for what the loop does next, that is too
-long (grammars: the next token's masks). Such a flight is watched: between the turns of other tasks the loop itself asks
+long (grammars: the masks of many rows). Such a flight is watched: between the turns of other tasks the loop itself asks
 the device, and a thread waits only for what does not come within a millisecond.
 
 Before: runner/runner.py (makes it).  After: engine/engine.py (awaits it).
