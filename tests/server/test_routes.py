@@ -388,3 +388,14 @@ def test_a_cancellation_that_nobody_asked_for_is_told_and_logged(run, caplog, st
     for answer in run(go()):
         assert answer.status_code == (200 if stream else 500) and '"InternalServerError"' in answer.text
     assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("coding", ["utf-16", "utf-16-le", "utf-32-be", "latin-1"])
+def test_a_body_in_another_encoding_is_told_so(run, coding):
+    """It was "surrogates not allowed", which says nothing to who sent it."""
+    body = '{"messages": "é"}'.encode(coding)
+    assert "UTF-8" in refused(run(call("POST", CHAT, content=body, headers=JSON)), 400)
+
+
+def test_a_long_method_is_not_sent_back(run):
+    assert len(refused(run(call("X" * 5000, CHAT)), 405)) < 300

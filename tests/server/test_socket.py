@@ -5,12 +5,16 @@ import json
 import time
 from contextlib import asynccontextmanager
 
+import h11
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tinyserve.errors import ConfigError
 from tinyserve.server.serve import Server, open_socket
+from tinyserve.server.spoken import Heard
 
 from .conftest import FakeEngine, refused, service_of
 
@@ -347,3 +351,130 @@ def test_a_port_in_use_is_said_so():
     with pytest.raises(ConfigError, match="cannot listen on 127"):
         open_socket(taken.config.server)
     bound.close()
+
+
+async def connected(server):
+    host, port = server.address.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+CHUNKED += b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("extension", [b"", b";a=b\r", b" \t"])
+def test_a_body_in_tiny_chunks_is_read_quickly(run, extension):
+    """60,000 chunks of a byte took the loop 4 s, and up to 0.7 s between two turns of everybody else."""
+    body = json.dumps(HI).encode()
+    filled = body + b" " * (60_000 - len(body))
+    sent = b"".join(b"1%b\r\n%c\r\n" % (extension, byte) for byte in filled) + b"0\r\n\r\n"
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            reader, writer = await connected(server)
+            start, longest, done = time.monotonic(), 0.0, asyncio.Event()
+
+            async def watch():
+                nonlocal longest
+                while not done.is_set():
+                    before = time.monotonic()
+                    await asyncio.sleep(0)
+                    longest = max(longest, time.monotonic() - before)
+
+            watching = asyncio.create_task(watch())
+            writer.write(CHUNKED + sent)
+            head = await reader.readuntil(b"\r\n\r\n")
+            done.set()
+            await watching
+            assert b" 200 " in head and time.monotonic() - start < 1.5 and longest < 0.2
+            writer.close()
+
+    run(go())
+
+
+def test_a_body_that_goes_on_in_tiny_chunks_is_refused(run):
+    """2^16 chunks may be of any size; 16 MB of one byte each would be 16 million."""
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            reader, writer = await connected(server)
+            writer.write(CHUNKED + b"2\r\n  \r\n" * 70_000)
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert b" 413 " in answer and b"chunks" in answer
+            writer.close()
+
+    run(go())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=12), st.data())
+def test_chunks_are_those_of_h11_however_they_arrive(pieces, data):
+    """Joined as they are in the body, whatever cuts there are between the reads; the next request stays whole."""
+    wire = b"".join(b"%x%b\r\n%b\r\n" % (len(p), data.draw(st.sampled_from([b"", b";e", b" "])), p) for p in pieces)
+    wire = CHUNKED + wire + b"0\r\na: b\r\n\r\nGET / HTTP/1.1"
+    heard, found = Heard(h11.SERVER), b""
+    while wire:
+        cut = data.draw(st.integers(1, 60))
+        heard.receive_data(wire[:cut])
+        wire = wire[cut:]
+        while (event := heard.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+            found += event.data if isinstance(event, h11.Data) else b""
+    assert found == b"".join(pieces) and heard.trailing_data[0] == b"GET / HTTP/1.1"
+
+
+@pytest.mark.parametrize(
+    "head", [b"0x1\r\nab", b"+1\r\na\r\n", b"1_0\r\n", b"1\r\nabc", b"-1\r\n", b"g\r\n", b" 1\r\na\r\n"]
+)
+def test_chunks_that_are_none_are_refused(run, head):
+    """What int() takes and HTTP does not would let a second request be smuggled in."""
+
+    async def go():
+        engine = FakeEngine()
+        async with serving(engine) as server:
+            reader, writer = await connected(server)
+            writer.write(CHUNKED + b"1\r\n{\r\n" + head)
+            assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("path", "length", "first"),
+    [("/v1/nothing", 10, b" 404 "), ("/v1/chat/completions", 10**9, b" 413 "), ("/v1/chat/completions", 0, b" 100 ")],
+)
+def test_a_client_that_waits_to_be_asked_hears_a_refusal_first(run, path, length, first):
+    """Each of them was told to go on (100), also where nobody wanted the body."""
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            reader, writer = await connected(server)
+            body = json.dumps(HI).encode()
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {length or len(body)}\r\n\r\n".encode())
+            assert first in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 2)
+            if not length:
+                writer.write(body)
+                assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 2)
+            writer.close()
+
+    run(go())
+
+
+def test_stopping_does_not_wait_for_idle_connections(run):
+    """A client that had kept its connection held the server for 3 s."""
+
+    async def go():
+        service = service_of(FakeEngine(), port=0)
+        server = Server(service, open_socket(service.config.server))
+        await server.start()
+        used, silent = await connected(server), await connected(server)
+        used[1].write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        await used[0].readuntil(b"}")
+        start = time.monotonic()
+        await server.stop()
+        assert time.monotonic() - start < 0.5
+        used[1].close()
+        silent[1].close()
+
+    run(go())

@@ -301,7 +301,7 @@ def _path(scope: Any) -> str:
 
 
 def _of_router(error: HTTPException, scope: Any) -> Failure:
-    path, method = scope["path"][:200], scope["method"]
+    path, method = scope["path"][:200], scope["method"][:200]
     texts = {404: f"There is no route {path}.", 405: f"{path} does not take {method}."}
     message = texts.get(error.status_code, str(error.detail))
     return Failure(error.status_code, message, headers=error.headers or {})

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -50,8 +51,10 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
             return
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        wrapped = ASGIWrapper(partial(_on_wire, app, Wire(writer)))
-        await Connection(wrapped, loop, settings, context, {}, reader, writer)
+        wire = Wire(writer)
+        connection = Connection(ASGIWrapper(partial(_on_wire, app, wire)), loop, settings, context, {}, reader, writer)
+        wire.invite = connection.invite
+        await connection
 
     tls = settings.create_ssl_context() if settings.ssl_enabled else None
     server = await loop.create_server(
@@ -103,7 +106,12 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
 
 class Wire:
-    """The socket under one connection. Args: writer: which Hypercorn writes to as well, before and after."""
+    """The socket under one connection. Args: writer: which Hypercorn writes to as well, before and after.
+
+    Attributes: invite: asks for the body of a request; Connection.invite.
+    """
+
+    invite: Callable[[], Awaitable[None]]
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -175,6 +183,7 @@ class _Receiver:
 
     def __init__(self, wire: Wire, scope: Any, receive: Any) -> None:
         self._gone = wire.gone
+        self._invite = wire.invite
         self._receive = receive
         self._whole = False
         lengths = {value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
@@ -194,6 +203,7 @@ class _Receiver:
 
     async def __call__(self) -> Any:
         if not self._whole:
+            await self._invite()
             message = await self._receive()
             self._whole = not message.get("more_body", False)
             return message

@@ -89,7 +89,17 @@ def _parse(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        if b"\0" in body[:4] or not _is_utf8(body):
+            raise RequestError("The body is not UTF-8, which JSON has to be.") from None
         raise RequestError(f"The body is not valid JSON: {error}.") from None
+
+
+def _is_utf8(body: bytes) -> bool:
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class Fields:

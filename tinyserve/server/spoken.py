@@ -8,28 +8,36 @@ followed, as HTTP allows, and a request of any other version of HTTP, which the 
 
 What cannot be read as a request is refused here, in the shape of all refusals (errors.py).
 
-Before: errors.py.  After: connections.py.
+A client that waits to be asked for its body (Expect: 100-continue) is asked once a route wants it: a refusal that needs
+no body is heard before one is sent.
 
-Source: RFC 9110 section 7.8 (Upgrade may be ignored); RFC 9112 section 3.2.2 (a whole URL in the place of the path).
+Before: errors.py, chunks.py.  After: connections.py.
+
+Source: RFC 9110 section 7.8 (Upgrade may be ignored); RFC 9112 section 3.2.2 (a whole URL in the place of the path);
+RFC 9110 section 10.1.1 (Expect).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 from urllib.parse import urlsplit
 
 import h11
+from h11._readers import ChunkedReader
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h11 import H11Protocol
 
+from .chunks import LEAST, Chunks
 from .errors import Failure
 
 HEADER_BYTES = 128 * 1024  # that are read before giving up; app.py refuses half of it. All of it is parsed in 50 ms
 SWALLOW_SECONDS = 2.0  # what a refused client still sends is read, or it would not see the refusal
 _REFUSED = {
     400: "This is not a request of HTTP/1.1.",
+    413: f"The body comes in too many chunks of less than {LEAST} bytes; send larger ones, or a Content-Length.",
     431: f"The headers have more than {HEADER_BYTES} bytes.",
     505: "Only HTTP/1.1 and HTTP/1.0 are understood.",
     501: "Of transfer encodings, only chunked is understood.",
@@ -45,6 +53,10 @@ class Connection(TCPServer):
         self.protocol = Spoken(made.app, made.config, made.context, *parts)
         await super()._read_data()
 
+    async def invite(self) -> None:
+        """Ask for the body, if the client waits for that."""
+        await self.protocol.invite()
+
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, Closed) and self.protocol.refused:
             with contextlib.suppress(OSError, RuntimeError, TimeoutError):
@@ -56,10 +68,33 @@ class Connection(TCPServer):
         await super().protocol_send(event)
 
 
+class Heard(h11.Connection):
+    """h11's state of a connection, with another reader of chunks, and silent about who waits to be asked."""
+
+    they_are_waiting_for_100_continue = False  # Hypercorn would ask for every body at once; see Spoken.invite
+
+    def next_event(self) -> Any:
+        """What has come next."""
+        event = super().next_event()
+        if isinstance(event, h11.Request) and isinstance(self._reader, ChunkedReader):
+            self._reader = Chunks()
+        return event
+
+
 class Spoken(H11Protocol):
     """HTTP/1.1 and 1.0. Attributes: refused: something came that cannot be read; nothing after it will be."""
 
     refused = False
+
+    def __init__(self, app: Any, config: Any, *parts: Any) -> None:
+        super().__init__(app, config, *parts)
+        self.connection = Heard(h11.SERVER, max_incomplete_event_size=config.h11_max_incomplete_size)
+
+    async def invite(self) -> None:
+        """Ask for the body, if the client waits for that: it has sent none of it, and has had no answer."""
+        if self.connection.client_is_waiting_for_100_continue:
+            headers = self.config.response_headers("h11")
+            await self._send_h11_event(h11.InformationalResponse(status_code=100, headers=headers))
 
     async def handle(self, event: Event) -> None:
         """What came over the connection, or its end."""
