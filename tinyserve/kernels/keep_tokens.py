@@ -31,18 +31,14 @@ def keep_tokens_reference(
     *,
     late: bool = False,
 ) -> None:
-    """The specification of `keep_tokens`, with its arguments."""
+    """The specification of `keep_tokens`, with its arguments, on the CPU: in numpy, as that of `step_inputs`."""
     S, ring = len(tokens), len(home)
-    some = kept > 0
-    if some.all():
-        table.index_put_((slots, places), tokens)
-    else:
-        table[slots[some], places[some]] = tokens[some]
-    slot = home[(int(turn) - late) % ring]
-    slot[:S] = tokens
-    slot[S : 2 * S] = bad
+    chosen, slot = tokens.numpy(), home[(int(turn) - late) % ring].numpy()
+    some = kept.numpy() > 0
+    table.numpy()[slots.numpy()[some], places.numpy()[some]] = chosen[some]
+    slot[:S], slot[S : 2 * S] = chosen, bad.numpy()
     if not late:
-        turn.copy_((turn + 1) % ring)
+        turn.fill_((int(turn) + 1) % ring)
 
 
 @triton.jit(do_not_specialize=["S", "ring", "late"])

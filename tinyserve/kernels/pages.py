@@ -77,6 +77,24 @@ def _by_head(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor
     return k, v
 
 
+def all_by_head(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    """The caches [B, Hkv, P, D] of these layers, K and V of each, as one tensor [2 layers, Hkv, B P, D].
+
+    None: they do not lie in memory as kv/storage.py puts layers of one shape on the CPU.
+    """
+    first, every = pairs[0][0], [cache for pair in pairs for cache in pair]
+    blocks, heads, page, head_dim = first.shape
+    begin, numbers, memory = first.storage_offset(), first.numel(), first.untyped_storage().data_ptr()
+    for place, cache in enumerate(every):
+        together = cache.shape == first.shape and cache.untyped_storage().data_ptr() == memory
+        if not together or not cache.transpose(0, 1).is_contiguous():
+            return None
+        if cache.storage_offset() != begin + place * numbers:
+            return None
+    shape = (len(every), heads, blocks * page, head_dim)
+    return first.as_strided(shape, (numbers, blocks * page * head_dim, head_dim, 1), begin)
+
+
 def start_in_place(blocks: list[int], k_cache: torch.Tensor, v_cache: torch.Tensor) -> int | None:
     """The number of the first token of these blocks in caches [B, Hkv, P, D], counted from block 0, if all tokens of
     them lie at one distance in memory. None: they do not.
@@ -105,6 +123,12 @@ class InPlace:
         """`count` tokens of a cache [B, Hkv, P, D] from number `start` (of `start_in_place`, or later) on."""
         strides = cache.stride()
         return cls((1, cache.shape[1], count, cache.shape[3]), strides, start * strides[2])
+
+    @property
+    def span(self) -> list[int]:
+        """The first and behind the last of these tokens, counted from block 0 of the cache."""
+        start = self.offset // self.strides[2]
+        return [start, start + self.shape[2]]
 
     def view(self, cache: torch.Tensor) -> torch.Tensor:
         """The tokens in this cache."""

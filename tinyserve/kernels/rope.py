@@ -15,6 +15,8 @@ Source: Su et al., "RoFormer", arXiv:2104.09864, section 3.4.2 (rotation); Dehgh
 Before: the QKV product.  After: attention, which reads q and the cache.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -98,12 +100,39 @@ def _angles(
 
 
 def rotation_matrices(cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool, head_dim: int) -> torch.Tensor:
-    """The rotation of each token as a matrix, [T, D, D]: unit vectors, rotated.
+    """The rotation of each token as a matrix, [T, D, D].
 
     One product by it takes the place of three operations, which is what a step of few tokens consists of on the CPU.
     """
-    units = torch.eye(head_dim, device=cos_sin.device).expand(len(positions), -1, -1)
-    return _rotate(units, *_angles(cos_sin, positions, interleaved))
+    return matrices(cos_sin, positions, rotation_pattern(head_dim, cos_sin.shape[1], interleaved, cos_sin.device))
+
+
+def matrices(cos_sin: torch.Tensor, positions: torch.Tensor, pattern: list[torch.Tensor]) -> torch.Tensor:
+    """`rotation_matrices` from their `rotation_pattern`; layers/few.py compiles it."""
+    units, places, columns, signs = pattern
+    numbers = cos_sin.index_select(0, positions).index_select(1, columns).mul_(signs)  # [T, 2 R]
+    return (
+        units.repeat(len(positions), 1, 1)
+        .flatten(1)
+        .index_copy_(1, places, numbers)
+        .view(-1, units.shape[0], units.shape[1])
+    )
+
+
+@functools.cache
+def rotation_pattern(head_dim: int, rotary: int, interleaved: bool, device: torch.device) -> list[torch.Tensor]:
+    """What is the same in every rotation matrix of a head: (a, b) @ ((cos, sin), (-sin, cos)) for each pair.
+
+    Returns: the unit matrix [D, D]; the places [2 R] of the pairs' numbers in it, flat; the columns of [cos, sin] that
+        they come from; their signs.
+    """
+    pair = torch.arange(rotary // 2, device=device)
+    a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotary // 2)
+    places = torch.cat((a * head_dim + a, b * head_dim + b, a * head_dim + b, b * head_dim + a))
+    columns = torch.cat((pair, pair, pair + rotary // 2, pair + rotary // 2))
+    signs = torch.ones(2 * rotary, device=device)
+    signs[-len(pair) :] = -1
+    return [torch.eye(head_dim, device=device), places, columns, signs]
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pair: int) -> torch.Tensor:

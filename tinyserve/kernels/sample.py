@@ -24,6 +24,7 @@ us for 256 rows of 151936): Gumbel is bound by Philox and logarithms, not by byt
 Before: `threshold.py` (top-k, top-p, min-p), `philox.py`.  After: `logprobs.py`; `sampling/sampler.py` calls it.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -51,7 +52,7 @@ def sample_reference(
     if logits.shape[0] == 0:
         return temperature.new_empty(0, dtype=torch.int32), temperature.new_empty(0, dtype=torch.bool)
     logits = logits.float()
-    top, tokens = logits.max(dim=-1)  # the lowest id among equals; NaN if there is one
+    top, tokens = _largest(logits)
     bad = ~top.isfinite()
     some = temperature.nonzero()[:, 0]
     if len(some) or log_z is not None:
@@ -63,6 +64,15 @@ def sample_reference(
         if log_z is not None:
             log_z.copy_(top * _inverse(temperature) + total.log())
     return tokens.masked_fill_(bad, 0).int(), bad
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row, NaN if there is one, and its id, the lowest among equals."""
+    if not logits.is_cpu:
+        return logits.max(dim=-1)
+    numbers = logits.numpy()
+    ids = numbers.argmax(-1)  # twelve times as fast as torch's
+    return torch.from_numpy(numbers[np.arange(len(ids)), ids]), torch.from_numpy(ids)
 
 
 def _inverse(temperature: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@
 That is the shape. In memory, the heads of a block follow each other on a device with kernels. On the CPU the blocks of
 a head do, [2, kv heads, B, block size, D] seen as two such tensors: what a head keeps of a sequence whose blocks follow
 each other is one piece, which a core reads a third faster than pieces of one token each. (Where layers of different
-shape share a pair, it is as on other devices.)
+shape share a pair, it is as on other devices.) Pair follows pair there, so layers/few.py finds a sequence's keys in all
+layers at once.
 
 A latent layer has a K only: its V is an empty tensor.
 
@@ -93,7 +94,9 @@ def allocate(
         different shape share it, one wide head [B, 1, block size, width].
     """
     pairs, most = [], most_heads(groups, layers)
-    for j, widths in enumerate(tensor_widths(groups, layers)):
+    every = tensor_widths(groups, layers)
+    pieces = iter(() if dtype in KINDS else _pieces(every, num_blocks * block_size, dtype, device))
+    for j, widths in enumerate(every):
         sharing = [layers[group.layers[j]] for group in groups if j < len(group.layers)]
         kinds = {(layer.kv_heads, layer.head_dim) for layer in sharing}
         heads, dim = next(iter(kinds)) if len(kinds) == 1 else (1, widths[0])
@@ -101,13 +104,23 @@ def allocate(
             shape = (num_blocks, heads, block_size, dim)
             pairs.append(tuple(_coded(shape, most[j], dtype, device) for _ in range(2)))
             continue
+        both = [(width, next(pieces)) for width in widths]
         if len(kinds) > 1 or widths[0] != widths[1] or use_kernel(torch.empty(0, device=device)):
-            k, v = (_zeros((num_blocks, heads, block_size, dim if width else 0), dtype, device) for width in widths)
+            k, v = (one.view(num_blocks, heads, block_size, dim if width else 0) for width, one in both)
         else:
-            both = _zeros((2, heads, num_blocks, block_size, dim), dtype, device)
-            k, v = (one.transpose(0, 1) for one in both)
+            k, v = (one.view(heads, num_blocks, block_size, dim).transpose(0, 1) for _, one in both)
         pairs.append((k, v))
     return pairs
+
+
+def _pieces(
+    every: Sequence[tuple[int, int]], positions: int, dtype: torch.dtype, device: torch.device
+) -> Sequence[Tensor]:
+    """Zeros for K and V of each pair, flat. every: how wide they are. On the CPU one follows the other in memory."""
+    sizes = [positions * width for widths in every for width in widths]
+    if device.type == "cpu":
+        return _zeros((sum(sizes),), dtype, device).split(sizes)
+    return [_zeros((size,), dtype, device) for size in sizes]
 
 
 def _coded(shape: tuple[int, ...], heads: int, dtype: torch.dtype, device: torch.device) -> CodedCache:

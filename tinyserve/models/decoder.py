@@ -20,6 +20,7 @@ from ..kv.groups import KVGroup, LayerKV
 from ..kv.storage import Pair, layer_view
 from ..layers.attention import Attention, Batch, LayerCache
 from ..layers.embedding import Embedding
+from ..layers.few import FewRows
 from ..layers.linear import Linear
 from ..layers.moe import ExpertLinear, Experts
 from ..layers.norm import LayerNorm, RMSNorm
@@ -68,6 +69,7 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden, (config.vocab_size,), bias=head_bias)
         self.logit_cap = logit_cap
         self.logit_scale = logit_scale
+        self.few: FewRows | None = None
 
     def attentions(self) -> list[Attention]:
         """The attention of each layer, in order."""
@@ -100,6 +102,7 @@ class Decoder(nn.Module):
                 kind = attentions[layer].layer_kv()
                 attentions[layer].bind(LayerCache(layer_view(k, kind), layer_view(v, kind), group.index))
         settle(self)
+        self.few = FewRows.of(self.embed, self.layers, self.norm) if self.enter is None else None
 
     @contextlib.contextmanager
     def shortened(self) -> Iterator[None]:
@@ -140,6 +143,8 @@ class Decoder(nn.Module):
         rows: [R], the tokens whose hidden states are wanted, [R, H]. The last layer leaves the others out once it has
         their keys and values: of a prompt all tokens but the last, for whom it is most of that layer's work.
         """
+        if rows is None and self.few is not None and (normed := self.few.forward(batch)) is not None:
+            return normed
         x, delta = self.embed(batch.tokens), None
         if self.enter is not None:
             x = self.enter(x, batch.positions)

@@ -15,7 +15,6 @@ from functools import partial
 from torch import Tensor
 
 from ..layers.attention import Attention, Batch, Heads, Scores
-from ..layers.few import FewRows
 from ..layers.fold import Delta, narrowed
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
@@ -45,6 +44,7 @@ class Layer(Part):
     """One block. Args: norm: makes a norm of the stream; attn, mlp: the two sub-blocks."""
 
     narrows = True  # as the last one it can leave out the tokens that nobody looks at
+    plain = True  # it is what layers/few.py writes out, if its parts are
 
     def __init__(self, hidden: int, norm: partial[RMSNorm], attn: Attention, mlp: GatedMLP) -> None:
         super().__init__()
@@ -52,16 +52,9 @@ class Layer(Part):
         self.attn = attn
         self.mlp_norm = norm(hidden)
         self.mlp = mlp
-        self.few: FewRows | None = None
-
-    def settle(self) -> None:
-        """Weights are loaded and the cache is bound."""
-        self.few = FewRows.of((self.attn_norm, self.mlp_norm), self.attn, self.mlp)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rows: Tensor | None = None) -> tuple[Tensor, Delta]:
         """x: [T, H] stream; delta: [T, H] output of the last block, not added yet.   rows: see Decoder.forward."""
-        if rows is None and self.few is not None and (plan := self.few.plan(x, batch)) is not None:
-            return self.few(plan, x, delta)
         x, h = self.attn_norm.fold(x, delta)
         x, h = self.mlp_norm.fold(*narrowed(x, self.attn(h, batch), rows))
         return x, self.mlp(h)
