@@ -5,6 +5,7 @@ so that any read of what does not belong to a sequence shows.
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -278,20 +279,23 @@ def test_refusals(device, change, message):
         module.attention_decode(**{name: moved(value) for name, value in arguments.items()}, scale=1.0, max_seq_len=16)
 
 
-@pytest.mark.gpu
-def test_more_than_2_to_the_31_elements(device):
-    """Breaks in the last blocks: block 131072 of [8, 64, 32] begins at element 2**31, which wraps in 32 bits."""
+def equal_far_away(device, tokens, attend):
+    """Assert that the last blocks of a large cache give what a small one gives: block 131072 of [8, 64, 32] begins at
+    element 2**31, which wraps in 32 bits. Returns: queries, the small cache, and what came out."""
     low = fill_pages([300, 65], kv_heads=8, head_dim=32, page=64, dtype=torch.float16, device=device)
     high = fill_pages([300, 65], kv_heads=8, head_dim=32, page=64, dtype=torch.float16, device=device, blocks=131090)
-    q = randn(2, 8, 32, dtype=torch.float16, device=device)
+    q = randn(tokens, 8, 32, dtype=torch.float16, device=device)
     assert high.k_cache.numel() > 2**31
 
-    first, second = (
-        module.attention_decode(q, one.k_cache, one.v_cache, one.tables, one.lens, scale=0.2, max_seq_len=300)
-        for one in (low, high)
-    )
+    first, second = (attend(q, one.k_cache, one.v_cache, one.tables, one.lens) for one in (low, high))
 
     assert torch.equal(first, second)
+    return q, low, first
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(device):
+    equal_far_away(device, 2, partial(module.attention_decode, scale=0.2, max_seq_len=300))
 
 
 @pytest.mark.skipif(module.launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
