@@ -129,12 +129,12 @@ def _product(
 
 
 @triton.jit
-def _of_group(ptr, row, start, G, K, WIDTH: tl.constexpr):
+def _of_group(ptr, row, start, K, WIDTH: tl.constexpr):
     """float32 values of the group of column `start`; row: where the rows' values begin."""
     kind: tl.constexpr = ptr.dtype.element_ty
     if kind == tl.float32:
         values = tl.load(ptr + row + tl.minimum(start, K - 1) // WIDTH)
-    else:  # no load of less than four bytes is kept in flight: two groups at a time, and G is even
+    else:  # no load of less than four bytes is kept in flight: two groups at a time, of an even number
         group = tl.minimum(start, K - 1) // WIDTH
         pair = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row // 2 + group // 2)
         values = (pair >> (group % 2 * 16)).to(tl.int16).to(kind, bitcast=True)
@@ -150,7 +150,7 @@ def _of_groups(ptr, read, start, tile, G, K, TILE: tl.constexpr, WIDTH: tl.const
     elif WIDTH % BLOCK_K > 0:
         values = tl.load(ptr + row[:, None] + tl.minimum((start + tile * TILE) // WIDTH, G - 1)[None, :])
     else:
-        values = _of_group(ptr, row, start, G, K, WIDTH)
+        values = _of_group(ptr, row, start, K, WIDTH)
     return values.to(tl.float32)
 
 
@@ -163,7 +163,7 @@ def _of_left(ptr, first, limit, start, G, K, WIDTH: tl.constexpr, WORDS: tl.cons
     row = (each // 2) * (16 * WARPS) + tl.arange(0, WARPS)[None, None, :, None, None] * 16 + each % 2 * 8
     row += tl.arange(0, 8)[None, :, None, None, None] + tl.zeros([4, 1, 1, 1, 1], tl.int32)
     read = tl.minimum(first + row, limit - 1).to(tl.int64) * G
-    own = _of_group(ptr, read, start, G, K, WIDTH)
+    own = _of_group(ptr, read, start, K, WIDTH)
     own = tl.permute(tl.reshape(own, [4, 8, WARPS, ROWS // (16 * WARPS), 2]), (3, 2, 4, 1, 0))
     wide = tl.broadcast_to(tl.reshape(own, [ROWS, 1, 4, 1]), [ROWS, WORDS // 8, 4, 2])
     return tl.reshape(wide, [ROWS, WORDS])

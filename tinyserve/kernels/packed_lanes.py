@@ -172,7 +172,7 @@ def _sums(x0, x1, x2, x3, EIGHTS: tl.constexpr, NATIVE: tl.constexpr):
     WARPS: tl.constexpr = x0.shape[1]
     TOKENS: tl.constexpr = 8 * x0.shape[2]
     ones = tl.full([WARPS, 16, 32], 1.0, x0.dtype)
-    odd = tl.full([WARPS, 16, 32], 16.0 if NATIVE and x0.dtype == tl.bfloat16 else 1.0, x0.dtype)  # as `_columns` made
+    odd = tl.full([WARPS, 16, 32], 16.0 if NATIVE and x0.dtype == tl.bfloat16 else 1.0, x0.dtype)  # as x was made
     sums = tl.dot(ones, _summed(x0), input_precision="ieee")
     sums = tl.dot(odd, _summed(x1), sums, input_precision="ieee")
     sums = tl.dot(ones, _summed(x2), sums, input_precision="ieee")
