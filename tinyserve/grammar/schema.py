@@ -1,16 +1,16 @@
 """What was asked for, as text for the grammar library: schemas, regexes, choices, grammars, structural tags.
 
-Nothing is ignored: what the library does not enforce is refused by its name. Blanks between JSON tokens are bounded,
-since models that have lost their way write line breaks for ever.
+Nothing is ignored: what the library does not enforce is refused by its name (keywords.py, numbers.py). Blanks between
+JSON tokens are bounded, since models that have lost their way write line breaks for ever.
 
-Before: structured.py.  After: compile.py.
+Before: structured.py, keywords.py.  After: compile.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher
@@ -18,22 +18,15 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ..errors import RequestError, shown
 from ..structured import Constraint
+from .keywords import ENDLESS, MAX_DEPTH, NOT_ENFORCED, check_words, refuse, schemas
+from .numbers import Wrong, settle
 
 MAX_CHARACTERS = 256 * 1024  # of a schema, regex or grammar
-MAX_DEPTH = 64
 MAX_OPTIONAL = 2000  # properties of one object; each may follow each, and 3000 cost 0.1 s at a token
 BLANKS = r"(\x20|\r?\n[\x20\t]{0,16})?"  # one space, or one line break and its indentation
 FREE_TEXT = r"/(.|\n)*/"
-# Keywords that change which values are valid, and that the library passes over without a word.
-NOT_ENFORCED = ("$dynamicRef", "$recursiveRef", "dependencies", "minContains", "maxContains", "unevaluatedItems")
 _IN_GRAMMARS = (*NOT_ENFORCED, "lenient")  # which would let the library pass over more of them
 _INSIDE = re.compile(r"%json\s*(?=\{)")
-_ANNOTATIONS = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
-_WITH_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
-
-class _Wrong(ValueError):
-    """What is wrong, without the name of the field."""
 
 
 def grammar_text(constraint: Constraint, special: Mapping[str, int]) -> str:
@@ -44,7 +37,7 @@ def grammar_text(constraint: Constraint, special: Mapping[str, int]) -> str:
     """
     try:
         if len(str(constraint.value)) > MAX_CHARACTERS:
-            raise _Wrong(f"is longer than {MAX_CHARACTERS} characters")
+            raise Wrong(f"is longer than {MAX_CHARACTERS} characters")
         return _KINDS[constraint.kind](constraint, special)
     except (ValueError, TypeError, RecursionError) as error:
         what = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -54,13 +47,35 @@ def grammar_text(constraint: Constraint, special: Mapping[str, int]) -> str:
 
 
 _EXCERPT = re.compile(r"\n +\d+ \| ")
-ENDLESS = "no text satisfies it: a rule or $ref leads back to itself, or it contradicts itself."
+
+
+# What the library says, and what that means to whoever wrote the schema.
+_SAYINGS = (
+    (r".*NoExtensionBias$", ENDLESS),
+    (
+        r".*[Cc]urrent row has ([0-9]+) items.*",
+        r"\1 alternatives may come at one place of it, and at most 12000 can be followed; write them as one choice, "
+        "enum or regular expression",
+    ),
+    (r'.*Unimplemented keys: \["([^"]+)".*', r"the keyword '\1' is not enforced by this server; leave it out"),
+    (
+        r".*min/maxProperties only supported.*",
+        "minProperties and maxProperties are counted only where all of 'properties' are required; put those that every "
+        "answer needs into 'required'",
+    ),
+    (r".*Value for 'multipleOf' has too many digits: (\S+).*", r"multipleOf \1 has too many digits; use a smaller one"),
+    (r".*Failed to generate regex for .* range.*", "no number lies between its minimum and its maximum"),
+    (r".*regex parse error: (.+?)[ ^]* error: (.+)", r"the regex \1 cannot be read: \2"),
+)
 
 
 def first_line(error: Any) -> str:
     """The beginning of what the library says; it prints the grammar made for it, and its whole state."""
     text = " ".join(_EXCERPT.split(str(error).split("<state>")[0])[0].split())[:300]
-    return ENDLESS if text == "NoExtensionBias" else text
+    for saying, meaning in _SAYINGS:
+        if found := re.fullmatch(saying, text):
+            return found.expand(meaning)
+    return text
 
 
 def _json(constraint: Constraint, _: Any) -> str:
@@ -73,16 +88,17 @@ def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
-        raise _Wrong(f"a JSON schema must be an object, got {shown(schema)}")
+        raise Wrong(f"a JSON schema must be an object, got {shown(schema)}")
     schema = json.loads(json.dumps(schema))  # a copy of our own, and certainly JSON
     schema.pop("x-guidance", None)
-    _refuse(schema, NOT_ENFORCED)
-    for part in _schemas(schema):
+    check_words(schema)
+    for part in schemas(schema):
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]  # which says nothing
         if constraint.closed and "properties" in part:
             part.setdefault("additionalProperties", False)
         _check_optional(part)
+        settle(part)
     if constraint.compact:
         style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
     else:
@@ -96,29 +112,10 @@ def _check_optional(schema: dict[str, Any]) -> None:
         return
     needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     if (count := len(names.keys() - needed)) > MAX_OPTIONAL:
-        raise _Wrong(
+        raise Wrong(
             f"an object has {count} optional properties; at most {MAX_OPTIONAL} can be followed. Put those that every "
             "answer needs into 'required' (any number), or describe the others with 'additionalProperties'"
         )
-
-
-def _schemas(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """A schema and all that are inside it."""
-    if depth > MAX_DEPTH:
-        raise _Wrong(f"is nested more than {MAX_DEPTH} levels deep")
-    if isinstance(value, list):
-        for part in value:
-            yield from _schemas(part, depth + 1)
-    elif isinstance(value, dict):
-        yield value
-        for name, part in value.items():
-            if name in ("enum", "const", *_ANNOTATIONS):
-                continue
-            if name in _WITH_SCHEMAS and isinstance(part, dict):
-                for inner in part.values():
-                    yield from _schemas(inner, depth + 1)
-            else:
-                yield from _schemas(part, depth + 1)
 
 
 def _any_object(constraint: Constraint, _: Any) -> str:
@@ -141,15 +138,8 @@ def _grammar(constraint: Constraint, _: Any) -> str:
             schema, _ = json.JSONDecoder().raw_decode(constraint.value, found.end())
         except ValueError:
             continue  # in a text or a comment, or the library refuses it
-        _refuse(schema, _IN_GRAMMARS)
+        refuse(schema, _IN_GRAMMARS)
     return any_to_lark(constraint.value)
-
-
-def _refuse(schema: dict[str, Any], names: Sequence[str]) -> None:
-    for part in _schemas(schema):
-        for name in names:
-            if name in part:
-                raise _Wrong(f"the keyword {name!r} is not enforced by this server; leave it out")
 
 
 # ---- structural tags: free text in which marks are followed by constrained parts
@@ -158,14 +148,14 @@ def _refuse(schema: dict[str, Any], names: Sequence[str]) -> None:
 def _structural(constraint: Constraint, special: Mapping[str, int]) -> str:
     value = json.loads(constraint.value) if isinstance(constraint.value, str) else constraint.value
     if not isinstance(value, Mapping):
-        raise _Wrong(f"a structural tag must be an object, got {shown(value)}")
+        raise Wrong(f"a structural tag must be an object, got {shown(value)}")
     lark = _Lark(constraint, special)
     if "structures" in value:
         start = lark.triggered(value.get("triggers"), value["structures"])
     elif "format" in value:
         start = lark.format(value["format"])
     else:
-        raise _Wrong("a structural tag needs 'structures' and 'triggers', or a 'format'")
+        raise Wrong("a structural tag needs 'structures' and 'triggers', or a 'format'")
     return lark.text(start)
 
 
@@ -189,7 +179,7 @@ class _Lark:
 
     def literal(self, text: Any) -> str:
         if not isinstance(text, str):
-            raise _Wrong(f"a structural tag needs a text, got {shown(text)}")
+            raise Wrong(f"a structural tag needs a text, got {shown(text)}")
         parts, at = [], 0
         for mark in self._marks.finditer(text):
             parts += [_quoted(text[at : mark.start()])] if mark.start() > at else []
@@ -204,9 +194,9 @@ class _Lark:
     def triggered(self, triggers: Any, tags: Any, *, at_least_one: bool = False, stop: bool = False) -> str:
         """Free text; where a trigger is written, one of the tags that begin with it follows."""
         if not isinstance(triggers, Sequence) or isinstance(triggers, str) or not triggers:
-            raise _Wrong("'triggers' must be a list of texts")
+            raise Wrong("'triggers' must be a list of texts")
         if not isinstance(tags, Sequence) or isinstance(tags, str) or not tags:
-            raise _Wrong("a structural tag needs at least one tag")
+            raise Wrong("a structural tag needs at least one tag")
         branches = []
         for tag in tags:
             begin, content, end = self._parts(tag)
@@ -214,7 +204,7 @@ class _Lark:
                 (each for each in triggers if isinstance(each, str) and each and begin.startswith(each)), None
             )
             if trigger is None:
-                raise _Wrong(f"no trigger is the beginning of {shown(begin)}")
+                raise Wrong(f"no trigger is the beginning of {shown(begin)}")
             token = self._special.get(trigger)
             rest = [self.literal(begin[len(trigger) :])] if begin != trigger else []
             rest += [content, *([self.literal(end)] if end else [])]
@@ -227,7 +217,7 @@ class _Lark:
         """Tags behind one another, with a text between them."""
         tags = [self.format({"type": "tag", **tag}) for tag in value.get("tags") or () if isinstance(tag, Mapping)]
         if not tags:
-            raise _Wrong("tags_with_separator needs tags")
+            raise Wrong("tags_with_separator needs tags")
         one = self.rule(" | ".join(tags))
         between = f"{self.literal(value['separator'])} " if value.get("separator") else ""
         many = one if value.get("stop_after_first") else f"{one} ({between}{one})*"
@@ -235,17 +225,17 @@ class _Lark:
 
     def _parts(self, tag: Any) -> tuple[str, str, str]:
         if not isinstance(tag, Mapping) or not isinstance(tag.get("begin"), str):
-            raise _Wrong(f"a tag needs 'begin', got {shown(tag)}")
+            raise Wrong(f"a tag needs 'begin', got {shown(tag)}")
         content = self.format(tag["content"]) if "content" in tag else self.schema(tag.get("schema"))
         end = tag.get("end") or ""
         if not isinstance(end, str):
-            raise _Wrong(f"'end' of a tag must be a text, got {shown(end)}")
+            raise Wrong(f"'end' of a tag must be a text, got {shown(end)}")
         return tag["begin"], content, end
 
     def format(self, value: Any, depth: int = 0) -> str:
         """One of the format objects, by its type."""
         if depth > MAX_DEPTH or not isinstance(value, Mapping):
-            raise _Wrong(f"a format must be an object with a type, got {shown(value)}")
+            raise Wrong(f"a format must be an object with a type, got {shown(value)}")
         kind = value.get("type")
         if kind == "const_string":
             return self.literal(value.get("value"))
@@ -258,7 +248,7 @@ class _Lark:
         if kind in ("sequence", "or"):
             parts = [self.format(part, depth + 1) for part in value.get("elements") or ()]
             if not parts:
-                raise _Wrong(f"a {kind} needs elements")
+                raise Wrong(f"a {kind} needs elements")
             return self.rule((" " if kind == "sequence" else " | ").join(parts))
         if kind == "tag":
             begin, content, end = self._parts(value)
@@ -278,7 +268,7 @@ class _Lark:
                 at_least_one=bool(value.get("at_least_one")),
                 stop=bool(value.get("stop_after_first")),
             )
-        raise _Wrong(f"the format {shown(kind)} is not supported in structural tags")
+        raise Wrong(f"the format {shown(kind)} is not supported in structural tags")
 
 
 def _quoted(text: str) -> str:
