@@ -85,7 +85,21 @@ def test_resolving_fills_every_number_that_depends_on_the_device():
     assert (gpu.scheduler.depth, gpu.cache.block_size) == (2, 64)
     assert (gpu.scheduler.max_num_batched_tokens, gpu.scheduler.max_num_seqs) == (8192, 1024)
     assert config.build({}).resolve("cuda", 141 * 1024**3, offline=True).scheduler.max_num_batched_tokens == 16384
-    assert config.build({}).resolve("cpu", offline=True) == cpu
+
+
+def test_a_long_prompt_holds_streams_on_a_cpu_for_a_quarter_of_the_time():
+    """256 tokens a step there, 128 of a prompt that shares it, where 512 were; nobody waits offline or on a GPU."""
+
+    def step(device="cpu", offline=False, **chosen):
+        options = config.build(chosen).resolve(device, offline=offline).scheduler
+        return options.max_num_batched_tokens, options.long_prefill_token_threshold
+
+    assert (step(), step(offline=True)) == ((256, 128), (512, 0))
+    assert step("cuda") == (2048, 0)
+    assert step(max_num_batched_tokens=512) == (512, 0)
+    assert step(long_prefill_token_threshold=0) == (256, 0)
+    assert step(max_num_batched_tokens=512, long_prefill_token_threshold=64) == (512, 64)
+    assert step(enable_chunked_prefill=False) == (512, 0)
 
 
 def test_resolving_keeps_what_the_user_chose():

@@ -48,7 +48,8 @@ def test_a_start_that_is_cancelled_ends_at_the_next_tensor():
 
     async def work():
         starting = asyncio.create_task(Engine.start(build({"model": "x"})))
-        await asyncio.sleep(0.05)
+        while not read:
+            await asyncio.sleep(0.005)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
