@@ -19,6 +19,7 @@ from .errors import RequestError, shown
 
 MAX_TEXTS = 128  # bad words of one request
 MAX_TEXT = 8192  # characters of a stop string or a bad word; their tables are made while everybody waits
+MAX_TEXT_TOKENS = 2**18  # of a text that no context limits, as it is cut or only counted; a megabyte of prose
 MAX_TOKEN_LIST = 16384  # entries of logit_bias / allowed_token_ids; more is a mistake or an attack
 INT64 = range(-(2**63), 2**63)
 

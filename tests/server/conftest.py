@@ -65,8 +65,8 @@ class FakeEngine:
         if self.dead:
             raise self.dead
 
-    async def tokenize(self, prompt, *, add_special_tokens=True):
-        return self.tokenizer.encode(prompt)
+    async def tokenize(self, prompt, **options):
+        return self.tokenizer.encode(prompt, **options)
 
     async def encode_chat(self, messages, **options):
         self.chats.append((messages, options))

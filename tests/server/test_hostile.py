@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -147,3 +148,35 @@ def test_a_part_whose_type_is_no_text_is_a_400(kind):
     """Breaks if a type that cannot be hashed is looked up in a set: that was a 500."""
     with pytest.raises(RequestError, match="type"):
         normalise([{"role": "user", "content": [{"type": kind, "text": "a"}]}])
+
+
+def test_what_is_only_counted_or_cut_has_a_limit_too():
+    """15 MB of words took /tokenize 40 s and 1 GB, and everybody else waited for up to 6 s meanwhile."""
+    most, gaps = 2**18, []
+    cut = {"truncate_prompt_tokens": 4, "max_tokens": 1}
+
+    async def watch():
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0)
+            gaps.append(time.monotonic() - before)
+
+    async def go():
+        async with client_of(FakeEngine()) as client:
+            watching = asyncio.create_task(watch())
+            for url, body, name in (
+                ("/tokenize", {"prompt": "x" * most, "return_token_strs": True}, "prompt"),
+                ("/detokenize", {"tokens": [120] * most}, "tokens"),
+                ("/v1/completions", {"prompt": "x" * most, **cut}, "prompt"),
+            ):
+                found = await client.post(url, json=body)
+                assert found.status_code == 200, found.text[:300]
+                if url == "/tokenize":
+                    assert strict(found.text)["token_strs"] == ["x"] * most
+                body[name] += [120] if url == "/detokenize" else "x"
+                found = await client.post(url, json=body)
+                assert found.status_code == 400 and "262144" in found.text and "in parts" in found.text
+            watching.cancel()
+
+    asyncio.run(go())
+    assert max(gaps) < 0.15

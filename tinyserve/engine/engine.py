@@ -261,9 +261,9 @@ class Engine:
         """How far a request's prompt is, see Scheduler.progress; None when it is not known (yet)."""
         return next(map(self.machine.scheduler.progress, self.streams.ids(request_id)), None)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text of any length, made off the loop."""
-        return await self.intake.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    async def tokenize(self, text: str, **options: Any) -> list[int]:
+        """Ids of a text of any length, made off the loop. options: of Tokenizer.encode."""
+        return await self.intake.off_loop(lambda: self.tokenizer.encode(text, **options))
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a conversation: template, then tokenizer, off the loop; see Chat.render for the options.

@@ -8,6 +8,8 @@ Before: schema.py (how a field is declared).  After: openai_chat.py, openai_comp
 
 from __future__ import annotations
 
+from ..checks import MAX_TEXT_TOKENS
+from ..errors import COUNTED_CONTEXTS
 from .schema import (
     Body,
     Param,
@@ -55,7 +57,8 @@ SAMPLING = [
     sampled("min_tokens", "No end token and no stop string before so many tokens."),
     Param("skip_special_tokens", flag(), "Leave special tokens out of the text.", True),
     Param("spaces_between_special_tokens", flag(), "Put spaces between special tokens that are shown.", True),
-    Param("truncate_prompt_tokens", integer(), "Keep so many prompt tokens; -1: as many as leave room for one more."),
+    Param("truncate_prompt_tokens", integer(), "Keep so many prompt tokens; -1: as many as leave room for one more. "
+          f"A text that is cut has at most {MAX_TEXT_TOKENS} tokens, or {COUNTED_CONTEXTS} contexts."),
     Param("truncation_side", choice("left", "right"), "Which end of a prompt that is too long is dropped.", "left"),
     sampled("prompt_logprobs", "Report the log-probabilities of the prompt's tokens, with so many alternatives; "
             "-1: all. Not when streaming."),
@@ -192,7 +195,8 @@ EMBEDDING = Body("EmbeddingRequest", [
 
 TOKENIZE = Body("TokenizeRequest", [
     MODEL,
-    Param("prompt", text(), "A text; or give messages."),
+    Param("prompt", text(), f"A text of at most {MAX_TEXT_TOKENS} tokens, or {COUNTED_CONTEXTS} contexts if that is "
+          "more; or give messages."),
     MESSAGES,
     Param("return_token_strs", flag(), "Add the text of each token.", False),
     *TEMPLATE[:-1], *TOOLS,
@@ -202,5 +206,5 @@ TOKENIZE = Body("TokenizeRequest", [
 DETOKENIZE = Body("DetokenizeRequest", [
     MODEL,
     Param("tokens", documented({"type": "array", "items": {"type": "integer"}}, "a list of token ids", list),
-          "The ids."),
+          f"The ids; at most {MAX_TEXT_TOKENS}, or {COUNTED_CONTEXTS} contexts if that is more."),
 ])  # fmt: skip

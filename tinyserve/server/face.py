@@ -54,8 +54,8 @@ class EngineFace(Protocol):
         """Render the chat template and tokenise, off the loop."""
         ...
 
-    async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise a raw prompt as `generate` would, off the loop."""
+    async def tokenize(self, prompt: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """Tokenise a raw prompt as `generate` would, off the loop. limit: no more work once there are more tokens."""
         ...
 
     async def beam_search(self, prompt: Sequence[int], params: BeamSearchParams, **options: Any) -> Any:

@@ -1,6 +1,6 @@
 """Raw prompts of a request: a text, a list of texts, token ids, or a list of those; all read before anything runs.
 
-Before: fields.py, sampling.py (truncation).  After: openai_completions.py, embeddings.py.
+Before: fields.py, sampling.py (truncation).  After: openai_completions.py, embeddings.py, tokens.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
+from ..checks import MAX_TEXT_TOKENS
 from ..errors import COUNTED_CONTEXTS, ContextLengthExceeded, RequestError
 from .face import EngineFace
 from .fields import Fields
@@ -63,13 +64,27 @@ def _is_small(prompt: Any) -> bool:
     return len(prompt) <= INLINE_CHARACTERS and size <= INLINE_CHARACTERS
 
 
+def most_tokens(engine: EngineFace) -> int:
+    """Tokens that a text may have where the context is no limit: it is cut, or only counted."""
+    return max(MAX_TEXT_TOKENS, COUNTED_CONTEXTS * engine.max_model_len)
+
+
+def check_length(fields: Fields, name: str, engine: EngineFace, count: int) -> None:
+    """Refuse a text or list of more tokens than that. Raises: RequestError."""
+    most = most_tokens(engine)
+    if count > most:
+        fields.refuse(name, f"holds more than {most} tokens, which are the most for one request; send it in parts.")
+
+
 def _encoded(engine: EngineFace, fields: Fields, name: str, prompt: str | list[int]) -> Prompt:
     """Ids and text of one prompt, cut if asked."""
     cut = fields.given("truncate_prompt_tokens")
     longest = engine.max_model_len
     if isinstance(prompt, str):
-        limit = None if cut else COUNTED_CONTEXTS * longest  # more are refused anyway
+        limit = most_tokens(engine) if cut else COUNTED_CONTEXTS * longest  # more are refused anyway
         ids = engine.tokenizer.encode(prompt, add_special_tokens=fields.flag("add_special_tokens", True), limit=limit)
+        if cut:
+            check_length(fields, name, engine, len(ids))
     else:
         ids = prompt
         if min(ids) < 0:

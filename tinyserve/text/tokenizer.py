@@ -144,7 +144,9 @@ class Tokenizer:
                 data = data.removeprefix(b" ")
             return data.decode("utf-8", "replace")
         known = [index for index in ids if self.has(index)]
-        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        if len(known) < SHORT:
+            return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]  # others run meanwhile
 
     def has(self, index: int) -> bool:
         """Whether the id stands for a token."""
