@@ -4,8 +4,9 @@ No engine, no sampler, no modules, no pages: the weights as tinyserve packs them
 each product, one call of attention a sequence over keys that lie in one piece, buffers that are made once, operations
 in place, and everything left out that can be folded into weights or into what is made before the first step. What it
 computes is a decode step by its amount of work, not by its numbers: positions stand still, and the rotation is one
-multiplication of complex numbers. An engine in plain torch can come near this, never below; `bench/cpu.py --engines
-floor` measures it beside the others.
+multiplication of complex numbers. An engine that calls torch from Python can come near this, never below;
+layers/few.py, which leaves Python out, pays for the rest of an engine with it. `bench/cpu.py --engines floor` measures it
+beside the others.
 """
 
 from pathlib import Path
