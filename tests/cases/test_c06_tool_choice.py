@@ -267,3 +267,43 @@ async def test_strict_holds_where_parameters_are_text(tok, parser, monkeypatch):
         jsonschema.validate(
             json.loads(call["function"]["arguments"]), {"trip": TRIP, "f": CITY}[call["function"]["name"]]
         )
+
+
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+NO_TOOLS = [
+    *(({"name": name}, "function.name may hold no") for name in ("a<|eot|>b", "a b", "a\n", 'a"b', "f(x)", "[f]")),
+    *(({"parameters": parameters}, "parameters must be the schema of an object")
+      for parameters in ({"type": "string"}, {"enum": [1]}, {"anyOf": [{"type": "null"}]}, {"type": ["array", "null"]},
+                         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}})),
+    ({"parameters": LOOP, "strict": True}, "leads back to itself"),
+    ({"parameters": {**CITY, "properties": {"city": {"const": 2**64}}}, "strict": True}, "const holds"),
+]  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_tools_that_no_call_could_be_of_are_refused_at_once(tok):
+    """A mark in a name ended the answer within a call; a schema of texts was answered with text and no call."""
+    async with serve("hello", tok) as server:
+        for function, told in NO_TOOLS:
+            tool = {"type": "function", "function": {**F["function"], **function}}
+            for choice in ("required", "auto"):
+                if choice == "required" or "strict" not in function:
+                    error = await server.refused(CHAT, {**ASK, "tools": [tool], "tool_choice": choice})
+                    assert told in error["message"], error
+        for name in ("weather.now", "ns/f:2", "погода", "f-1_x"):
+            body = {**ASK, "tools": [{"type": "function", "function": {**F["function"], "name": name}}]}
+            whole = await server.ask(CHAT, {**body, "tool_choice": "required", "parallel_tool_calls": False})
+            assert whole.choices[0]["message"]["tool_calls"][0]["function"]["name"] == name
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+async def test_an_argument_may_hold_the_mark_of_a_special_token(tok, parser):
+    """As JSON and as a bare parameter: the text of the mark, and not the token, which would end the answer."""
+    schema = {"type": "object", "properties": {"mark": {"const": "a<|eot|>b"}}, "required": ["mark"]}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
+    async with serve("hello", tok, tool_call_parser=parser) as server:
+        body = {**ASK, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        whole = await server.ask(CHAT, body)
+        (call,) = whole.choices[0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"mark": "a<|eot|>b"} and whole.reason == "tool_calls"

@@ -24,6 +24,7 @@ from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
 from .matcher import UNCONSTRAINED, Constraint, Matcher, Words
+from .ordinary import Ordinary
 from .schema import first_line, grammar_text
 from .trial import TooMuch, Trial, limits
 
@@ -202,7 +203,8 @@ def _key(wanted: Wanted) -> bytes:
 
 
 class _Vocabulary:
-    """A tokenizer as the library wants it."""
+    """A tokenizer as the library wants it. What a grammar spells out is text, also where it looks like a special token:
+    it is written with ordinary ones."""
 
     bos_token_id = None
 
@@ -211,6 +213,8 @@ class _Vocabulary:
         self.special_token_ids = sorted(tokenizer.special_ids)
         self.eos_token_id = end_ids[0] if end_ids else 0
         self._encode = tokenizer.encode
+        self._special = tokenizer.special_ids
+        self._ordinary: Ordinary | None = None  # made when a text needs it
         self._known: dict[str, list[int]] = {}  # short texts, which are asked for again in each answer
 
     def __call__(self, text: Any) -> list[int]:
@@ -219,6 +223,9 @@ class _Vocabulary:
         found = self._known.get(text)
         if found is None:
             found = self._encode(text, add_special_tokens=False)
+            if not self._special.isdisjoint(found):
+                self._ordinary = self._ordinary or Ordinary(self._encode, self.tokens, self._special)
+                found = self._ordinary.encode(text)
             if len(self._known) >= KNOWN:
                 self._known.clear()
             if len(text) <= KNOWN_CHARACTERS:

@@ -238,7 +238,8 @@ class _Lark:
             raise Wrong(f"a format must be an object with a type, got {shown(value)}")
         kind = value.get("type")
         if kind == "const_string":
-            return self.literal(value.get("value"))
+            text = value.get("value")
+            return _quoted(text) if value.get("plain") and isinstance(text, str) else self.literal(text)
         if kind == "json_schema":
             return self.rule(self.schema(value.get("json_schema")))
         if kind == "any_text":

@@ -11,6 +11,7 @@ Before: text/parsers/family.py (the marks), text/parsers/calls.py (who reads it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ _KEY = re.compile(r'[^<>"\n]+')
 _FREE = {"type": "any_text"}
 _NOTHING = {"type": "const_string", "value": ""}
 MAX_FIRST = 24
+MAX_CHOICES = 8  # levels of choices that are looked into
 _ABOUT = ("title", "description", "$schema", "$id", "$comment", "additionalProperties")
 _SHARED = ("$defs", "definitions")  # what a property may refer to
 _ANYTHING = r"(.|\n)"
@@ -134,6 +136,25 @@ def _resolved(part: Any, schema: Schema) -> Schema:
     return {}
 
 
+def admits_objects(part: Any, schema: Schema, depth: int = 0) -> bool:
+    """Whether an object can satisfy a schema, as far as its types, values and choices say. Args: schema: the whole."""
+    if not isinstance(part, Mapping) or depth > MAX_CHOICES:
+        return part is not False
+    with contextlib.suppress(TypeError, AttributeError):  # which compiling it will tell
+        part = _resolved(part, schema)
+    types = part.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        return False
+    values = [part["const"]] if "const" in part else part.get("enum")
+    if isinstance(values, list) and not any(isinstance(value, Mapping) for value in values):
+        return False
+    for name, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        parts = part.get(name)
+        if isinstance(parts, list) and not enough(admits_objects(each, schema, depth + 1) for each in parts):
+            return False
+    return True
+
+
 def _names(schema: Schema, name: str, strict: bool) -> list[str]:
     """The required properties; a strict tool must say what they are."""
     required = schema.get("required") or []
@@ -157,7 +178,8 @@ def _value(part: Schema, shared: Schema, place: str) -> dict[str, Any]:
         texts = [
             value if bare and isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values
         ]
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+        # A value that looks like a special token is a text all the same.
+        return {"type": "or", "elements": [{"type": "const_string", "value": text, "plain": True} for text in texts]}
     limited = [key for key in _OF_TEXTS if key in part]
     if types == {"string"}:
         return _text(part, place) if limited else _FREE

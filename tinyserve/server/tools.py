@@ -20,11 +20,13 @@ from ..config import ServerOptions
 from ..errors import RequestError, shown
 from ..structured import StructuredOutputsParams
 from ..text.parsers.family import Written
-from .tool_parameters import parameters
+from .tool_parameters import admits_objects, parameters
 
 MAX_TOOLS = 512
 _STYLE = {"disable_any_whitespace": True, "disable_additional_properties": True}
 MAX_NAME = 256
+# A name stands bare between the marks of a call, in the formats of some models; so it must hold nothing that ends it.
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff\"'`<>\[\](){}|\\]+")
 _OTHER = r"\s*([^%s\s](.|\n)*)?"  # a text that does not begin with this character
 _ANY = {"type": "any_text"}
 Schema = Mapping[str, Any]
@@ -190,8 +192,13 @@ def _tool(tool: Any, place: str) -> Mapping[str, Any]:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise _wrong(f"{place}.function.name", f"must be a text of 1 to {MAX_NAME} characters, got {shown(name)}")
+    if not _NAME.fullmatch(name):
+        what = "may hold no blanks, quotes, brackets, bars, backslashes or control characters"
+        raise _wrong(f"{place}.function.name", f"{what}, got {shown(name)}")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _wrong(f"{place}.function.parameters", f"must be a JSON schema, got {shown(parameters)}")
+    if parameters is not None and not admits_objects(parameters, parameters):
+        raise _wrong(f"{place}.function.parameters", f"must be the schema of an object, got {shown(parameters)}")
     return {**tool, "type": kind, "function": {k: v for k, v in function.items() if v is not None}}
 
 

@@ -1,0 +1,58 @@
+"""Ids of a text that looks like a special token, without that token.
+
+    a<|im_end|>b   ->   a  <  |  im  _  end  |>  b
+
+A tokenizer takes the mark for the token; a grammar that demands the letters of it cannot take that. So the marks are
+cut out, and written with the longest tokens that are not special, one after the other.
+
+Before: text/tokenizer.py.  After: compile.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+LONGEST = 64  # bytes of a token that is tried
+
+
+class Ordinary:
+    """Encodes with ordinary tokens.
+
+    Args:
+        encode: ids of a text, as the tokenizer has it.   tokens: bytes of each id.   special: ids that must not come.
+    """
+
+    def __init__(self, encode: Callable[..., list[int]], tokens: Sequence[bytes], special: frozenset[int]) -> None:
+        self._encode = encode
+        self._tokens = tokens
+        self._special = special
+        texts = {tokens[index].decode("utf-8", "replace") for index in special if index < len(tokens)} - {""}
+        self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
+        self._ids = {word: index for index, word in enumerate(tokens) if word and index not in special}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids whose bytes are those of the text."""
+        found: list[int] = []
+        for number, part in enumerate(self._marks.split(text)):
+            if part:
+                found += self._longest(part.encode()) if number % 2 else self._usual(part)
+        return found
+
+    def _usual(self, text: str) -> list[int]:
+        """As the tokenizer has it, unless it adds something, such as a blank before it."""
+        found = self._encode(text, add_special_tokens=False)
+        data = text.encode()
+        same = b"".join(self._tokens[index] for index in found) == data
+        return found if same and self._special.isdisjoint(found) else self._longest(data)
+
+    def _longest(self, data: bytes) -> list[int]:
+        found, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + LONGEST), at, -1)
+            index = next((self._ids[data[at:end]] for end in ends if data[at:end] in self._ids), None)
+            if index is None:
+                break  # the vocabulary has not all bytes: the library forces what is here, and asks again
+            found.append(index)
+            at += len(self._tokens[index])
+        return found
