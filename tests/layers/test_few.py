@@ -118,6 +118,8 @@ def test_other_steps_go_through_the_modules():
     prompt.num_decodes = 1
     unknown.tokens[1] = VOCAB
     assert written.forward(prompt) is None and written.forward(unknown) is None
+    unknown.tokens[1] = -1
+    assert written.forward(unknown) is None
     assert written.forward(step([1] * 16, TABLES[:1] * 16)) is not None
     assert written.forward(step([1] * 17, TABLES[:1] * 17)) is None
     parts[1][1].attn.qkv.format = cpu.ByRows(cpu_int4.Int4(), cpu.INT4_ROWS, cpu_dense.Dense())
@@ -126,6 +128,12 @@ def test_other_steps_go_through_the_modules():
 
 def other_class(module):
     module.__class__ = type("Other", (type(module),), {})
+
+
+def other_rope():
+    rope = Rope(RopeSpec(dim=16, theta=1e6))
+    rope.allocate(128, CPU)
+    return rope
 
 
 def caches(dtype, *, apart=False):
@@ -153,6 +161,13 @@ OTHERS = {
     "chunks": lambda layer: setattr(layer.attn, "scores", Scores(chunk=8)),
     "a temper": lambda layer: setattr(layer.attn, "scores", Scores(temper=(8, 0.1))),
     "a soft-cap": lambda layer: setattr(layer.attn, "scores", Scores(softcap=30.0)),
+    "a window of its own": lambda layer: setattr(layer.attn, "scores", Scores(window=5)),
+    "a scale of its own": lambda layer: setattr(layer.attn, "scale", 1.0),
+    "a rotation of its own": lambda layer: setattr(layer.attn, "rope", other_rope()),
+    "other heads": lambda layer: setattr(layer.attn, "heads", Heads(2, 2, 16)),
+    "a KV group of its own": lambda layer: layer.attn.bind(LayerCache(layer.attn.cache.k, layer.attn.cache.v, 1)),
+    "another width": lambda layer: setattr(layer.mlp.down, "inputs", 2 * INNER),
+    "an epsilon of its own": lambda layer: setattr(layer.attn_norm, "eps", 1e-6),
     "a cache of codes": caches(torch.int8),
     "a cache of bf16": caches(torch.bfloat16),
     "keys and values apart": caches(torch.float32, apart=True),
@@ -177,7 +192,14 @@ def test_other_layers_are_not_written_out(change):
     assert FewRows.of(embed, layers, last) is None
 
 
+def all_bf16(embed, layers, last):
+    kinds = [LayerKV(2, 16)] * LAYERS
+    for layer, pair in zip(layers, allocate(group_layers(kinds), kinds, 40, PAGE, torch.bfloat16, CPU), strict=True):
+        layer.attn.bind(LayerCache(*pair, 0))
+
+
 MODELS = {
+    "all caches in bf16": all_bf16,
     "a scaled table": lambda embed, layers, last: setattr(embed, "scale", 2.0),
     "a table of codes": lambda embed, layers, last: setattr(embed, "packed", object()),
     "a table in bf16": lambda embed, layers, last: embed.bfloat16(),
@@ -192,6 +214,7 @@ MODELS = {
 @pytest.mark.parametrize("change", MODELS.values(), ids=MODELS)
 def test_other_models_are_not_written_out(change):
     parts = model()
+    assert FewRows.of(*parts) is not None
     change(*parts)
     assert FewRows.of(*parts) is None
 
@@ -199,5 +222,6 @@ def test_other_models_are_not_written_out(change):
 @written_out
 def test_layers_whose_kernels_run_are_not_written_out(monkeypatch):
     parts = model()
+    assert FewRows.of(*parts) is not None
     monkeypatch.setattr(few, "use_kernel", lambda tensor: True)
     assert FewRows.of(*parts) is None
