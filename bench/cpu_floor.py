@@ -5,8 +5,8 @@ each product, one call of attention a sequence over keys that lie in one piece, 
 in place, and everything left out that can be folded into weights or into what is made before the first step. What it
 computes is a decode step by its amount of work, not by its numbers: positions stand still, and the rotation is one
 multiplication of complex numbers. An engine that calls torch from Python can come near this, never below;
-layers/few.py, which leaves Python out, pays for the rest of an engine with it. `bench/cpu.py --engines floor` measures it
-beside the others.
+layers/few.py, which leaves Python out, pays for the rest of an engine with it. `bench/cpu.py --engines floor` measures
+it beside the others.
 """
 
 from pathlib import Path
