@@ -12,7 +12,7 @@ from tests import oracles
 from tests.lora.checkpoints import write_adapter
 from tinyserve.checkpoint.source import resolve
 from tinyserve.errors import CheckpointError
-from tinyserve.lora.names import places, read_adapter
+from tinyserve.lora.names import check_adapter, places, read_adapter
 from tinyserve.models.registry import family, load_model
 
 
@@ -37,7 +37,10 @@ def test_every_product_but_the_head_can_be_adapted(layers):
 @pytest.mark.parametrize("more, factor", [
     ({}, 8 / 4), ({"use_rslora": True}, 8 / 2), ({"alpha_pattern": {"q_proj": 2}}, 2 / 4),
     ({"alpha_pattern": {r"layers\.\d+\..*(k|q)_proj": 2}}, 2 / 4), ({"alpha_pattern": {"k_proj": 2}}, 8 / 4),
-    ({"target_modules": "all-linear"}, 8 / 4), ({"target_modules": r".*\.[qkv]_proj"}, 8 / 4),
+    ({"target_modules": "all-linear"}, 8 / 4), ({"target_modules": r".*_proj"}, 8 / 4),
+    ({"target_modules": None}, 8 / 4),
+    ({"layers_to_transform": [0, 1, 2]}, 8 / 4), ({"target_modules": [f"self_attn.{name}_proj" for name in "qkvo"]
+      + ["gate_proj", "up_proj", "model.layers.0.mlp.down_proj", "layers.1.mlp.down_proj", "down_proj"]}, 8 / 4),
     ({"init_lora_weights": "gaussian", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}, 8 / 4),
 ])  # fmt: skip
 def test_the_factor_is_in_b(base, layers, tmp_path, more, factor):
@@ -81,11 +84,35 @@ def test_names_inside_a_model_that_also_sees(base, layers, tmp_path):
     ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complex"), ({"alpha_pattern": {r"(a)\1x": 3}}, "too complex"),
     ({"rank": 17}, "rank is 17, above the limit of 16"), ({"prefix": "base_model.model.other."}, "none of its modules"),
     ({"targets": ("q_proj", "lm_head")}, "1 of its modules are not one.*lm_head"),
-    ({"targets": ("embed_tokens",)}, "embed_tokens"), ({"targets": ()}, "holds no tensors"),
+    ({"targets": ("embed_tokens",)}, "embed_tokens"),
+    ({"r": 2}, "is of rank 4 in the file, but r says 2"), ({"r": 10**30}, r"rank 4 in the file, but r says 10+"),
+    ({"rank_pattern": {"layers.1.*": "x"}}, "must be a positive integer"),
+    ({"rank_pattern": {"(a+)+x": 3}}, "in rank_pattern is too complex"),
+    ({"target_modules": ["o_proj"]}, "the file holds .*_proj, which target_modules .*o_proj.* do not name"),
+    ({"layers_to_transform": [5]}, "layers_to_transform .*5.* leave that layer out"),
+    ({"layers_to_transform": 1}, "layers.0.* leave that layer out"), ({"targets": ()}, "holds no tensors"),
 ])  # fmt: skip
 def test_what_would_be_answered_wrongly_is_refused(base, layers, tmp_path, more, message):
     with pytest.raises(CheckpointError, match=message):
         read_adapter(str(write_adapter(tmp_path, base, **more)), layers, 16)
+
+
+def test_a_file_and_a_config_of_two_adapters(base, layers, tmp_path):
+    """Of rank 8 with `r: 4` the factor was alpha / 8, and PEFT refuses it; also before there is a model."""
+    folder = write_adapter(tmp_path, base, rank_pattern={"up_proj": 8})
+    file = folder / "adapter_config.json"
+    check_adapter(str(folder), 16)
+    for change, message in (({"rank_pattern": {"up_proj": 2}}, "up_proj is of rank 8 .* rank_pattern says 2"),
+                            ({"rank_pattern": {}}, "up_proj is of rank 8 in the file, but r says 4"),
+                            ({"rank_pattern": [1]}, "must be an object"),
+                            ({"r": 8}, "is of rank 4 in the file, but r says 8"),
+                            ({"target_modules": ["q_proj"]}, "do not name")):  # fmt: skip
+        before = file.read_text()
+        file.write_text(json.dumps(json.loads(before) | change))
+        for check in (lambda: read_adapter(str(folder), layers, 16), lambda: check_adapter(str(folder), 16)):
+            with pytest.raises(CheckpointError, match=message):
+                check()
+        file.write_text(before)
 
 
 def test_files_that_are_no_adapter(base, layers, tmp_path):

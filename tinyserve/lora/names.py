@@ -5,14 +5,13 @@
 
 The modules are those of the base checkpoint, so the family's own table (WEIGHTS) says where they are in the model:
 q_proj is a part of the fused `attn.qkv`, and a module that fills all parts at once (Phi-3's qkv_proj) gives each of
-them the same A. Which modules are adapted is read from the tensors; `target_modules`, be it a list, a pattern or
-"all-linear", only says what training chose.
+them the same A. Which modules are adapted is read from the tensors; the config must agree with them (config.py).
 
 An adapter that asks for more than W + factor * B A is refused by the name of what it asks for, because its answers
 would be wrong without it; so is one with a single tensor that has no place here. The base model must not answer
 instead.
 
-Before: checkpoint/table.py, models/registry.py (the table).  After: batch.py (brings it to the device).
+Before: checkpoint/table.py, models/registry.py (the table), config.py.  After: batch.py (brings it to the device).
 
 Source: Hu et al., arXiv:2106.09685 (factor alpha / r); Kalajdzievski, arXiv:2312.03732 (alpha / sqrt(r)).
 """
@@ -20,9 +19,7 @@ Source: Hu et al., arXiv:2106.09685 (factor alpha / r); Kalajdzievski, arXiv:231
 from __future__ import annotations
 
 import json
-import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +34,7 @@ from ..checkpoint.table import From, Weights, find, pieces, sources
 from ..errors import CheckpointError, shown
 from ..kernels.lora import MOST_PARTS
 from ..layers.linear import Linear
+from .config import Alphas, check_agrees, rank_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_BYTES = 1 << 20
@@ -53,11 +51,6 @@ HARMLESS = {
 }
 # Other ways to begin training change the base weights as well, which the adapter alone does not tell.
 BEGUN = (True, False, None, "gaussian", "eva", "orthogonal")
-# Keys of alpha_pattern are regular expressions, of which some would hold the interpreter for years: none may repeat a
-# group or look back, and repeats and alternatives are few. A module's name is then matched in milliseconds.
-PATTERN_COST, PATTERN_LETTERS, PATTERN_SECONDS = 30_000, 200, 1.0
-_NESTED = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
-_REPEAT = re.compile(r"[*+?]|\{\d*,\d*\}")
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 
 
@@ -122,10 +115,13 @@ def check_adapter(path: str, max_rank: int) -> None:
     Raises: CheckpointError: as read_adapter.
     """
     folder = Path(path)
-    _check(_config(folder), path)
+    config = _config(folder)
+    _check(config, path)
     with _opened(folder, path) as stored:
         pairs = _paired(stored, path)
-    _check_rank(max((min(a.shape, default=0) for a, _ in pairs.values()), default=0), max_rank, path)
+    ranks = _ranks(pairs)
+    _check_rank(max(ranks.values(), default=0), max_rank, path)
+    check_agrees(config, ranks, path)
 
 
 def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, dict[str, Pair]]:
@@ -144,6 +140,7 @@ def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, di
         _check_names(pairs, widths, path)
         rank = _rank(pairs, widths, path)
         _check_rank(rank, max_rank, path)
+        check_agrees(config, _ranks(pairs), path)
         for module, (a, b) in pairs.items():
             pair = Pair(a.read(), b.read() * alphas.factor(module, a.shape[0]))
             if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
@@ -182,15 +179,18 @@ def _check(config: Mapping[str, Any], path: str) -> None:
             raise CheckpointError(
                 f"{path}: {shown(key)} = {shown(value)} is more than a low-rank addition, and is not built."
             )
-    rank = config.get("r")
-    if rank is not None and (type(rank) is not int or rank < 1):
-        raise CheckpointError(f"{path}: r must be a positive integer, is {shown(rank)}.")
+    if config.get("r") is not None:
+        rank_of(path, "r", config["r"])
     began = config.get("init_lora_weights", True)
     if began not in BEGUN:
         raise CheckpointError(
             f"{path}: init_lora_weights = {shown(began)} changed the base weights as well. Convert it to a plain "
             "adapter when saving (path_initial_model_for_weight_conversion)."
         )
+
+
+def _ranks(pairs: Mapping[str, tuple[_Half, _Half]]) -> dict[str, int]:
+    return {module: a.shape[0] if len(a.shape) == 2 else 0 for module, (a, _) in pairs.items()}
 
 
 def _check_rank(rank: int, most: int, path: str) -> None:
@@ -280,51 +280,3 @@ def _rank(pairs: Mapping[str, tuple[_Half, _Half]], widths: Mapping[str, tuple[i
                 f"[r, {inputs}] and [{outputs}, r]: it was made for another model."
             )
     return max(a.shape[0] for a, _ in pairs.values())
-
-
-class Alphas:
-    """What B A is multiplied by: alpha / r, or alpha / sqrt(r); alpha may have a pattern of its own for a module."""
-
-    def __init__(self, config: Mapping[str, Any], path: str) -> None:
-        self._path = path
-        self._usual = self._number("lora_alpha", config.get("lora_alpha", 8))
-        self._root = bool(config.get("use_rslora"))
-        patterns = config.get("alpha_pattern") or {}
-        if not isinstance(patterns, Mapping):
-            raise CheckpointError(f"{path}: alpha_pattern must be an object, is {shown(patterns)}.")
-        self._patterns = [
-            (self._pattern(key), self._number(f"alpha_pattern {shown(key)}", own)) for key, own in patterns.items()
-        ]
-        self._spent = 0.0
-
-    def factor(self, module: str, rank: int) -> float:
-        """Of one module. Raises: CheckpointError: its patterns take too long."""
-        begin = time.thread_time()
-        found = (own for pattern, own in self._patterns if pattern.fullmatch(module))
-        alpha = next(found, self._usual)
-        self._spent += time.thread_time() - begin
-        if self._spent > PATTERN_SECONDS:
-            raise CheckpointError(f"{self._path}: alpha_pattern takes too long; name the modules.")
-        return alpha / (rank**0.5 if self._root else rank)
-
-    def _number(self, name: str, value: Any) -> float:
-        try:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise OverflowError
-            return float(value)
-        except OverflowError:
-            raise CheckpointError(f"{self._path}: {name} must be a finite number, is {shown(value)}.") from None
-
-    def _pattern(self, key: str) -> re.Pattern[str]:
-        """A key means a module as the end of its name, or as a regular expression of it."""
-        cost = 30 ** len(_REPEAT.findall(key)) * 2 ** key.count("|")
-        if len(key) > PATTERN_LETTERS or cost > PATTERN_COST or _NESTED.search(key):
-            raise CheckpointError(
-                f"{self._path}: {shown(key)} in alpha_pattern is too complex a regular expression; name the modules."
-            )
-        try:
-            return re.compile(rf"(.*\.)?({key})")
-        except (re.error, OverflowError) as error:
-            raise CheckpointError(
-                f"{self._path}: {shown(key)} in alpha_pattern is no regular expression: {error}."
-            ) from None
