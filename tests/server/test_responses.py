@@ -339,3 +339,21 @@ def test_the_official_client(run):
             await client.responses.delete(first.id)
 
     run(go())
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("stream=banana", "stream"), ("include[]=zz", "include[]"), ("include=a", "include"),
+     ("starting_after=x", "starting_after"),
+     ("include_obfuscation=2", "include_obfuscation"), ("include[]=message.output_text.logprobs&stream=false", None)],
+)  # fmt: skip
+def test_what_a_look_asks_for_is_read(run, query, param):
+    """stream=banana and include[]=zz were a 200, as if nothing had been asked."""
+
+    async def go():
+        async with client_of(FakeEngine()) as client:
+            name = (await client.post("/v1/responses", json={"input": "x"})).json()["id"]
+            return await client.get(f"/v1/responses/{name}?{query}")
+
+    found = run(go())
+    assert found.status_code == 200 if param is None else refused(found, 400, param)

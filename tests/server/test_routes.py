@@ -399,3 +399,27 @@ def test_a_body_in_another_encoding_is_told_so(run, coding):
 
 def test_a_long_method_is_not_sent_back(run):
     assert len(refused(run(call("X" * 5000, CHAT)), 405)) < 300
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "named"),
+    [(url, {name: value}, name) for url in (CHAT, "/v1/completions") for name, value in (
+        ("metadata", 5), ("metadata", {"a": 1}), ("store", "yes"), ("service_tier", 1), ("user", ["x"]),
+        ("safety_identifier", {}), ("prompt_cache_key", 0),
+    )] + [
+        (CHAT, {"verbosity": [{}]}, "verbosity"), (CHAT, {"verbosity": "loud"}, "verbosity"),
+        ("/v1/responses", {"metadata": {"a": []}}, "metadata"), ("/v1/responses", {"user": 5}, "user"),
+        ("/v1/responses", {"text": {"verbosity": 5}}, "text.verbosity"),
+        ("/v1/responses", {"reasoning": {"summary": "x"}}, "reasoning.summary"),
+        ("/v1/responses", {"stream_options": {"include_obfuscation": 1}}, "stream_options.include_obfuscation"),
+    ],
+)  # fmt: skip
+def test_fields_without_effect_have_their_types(run, url, body, named):
+    """Any value passed: a client that mixes two fields up was never told."""
+    good = {CHAT: HI, "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}[url]
+    refused(run(call("POST", url, json={**good, **body})), 400, named)
+
+
+def test_fields_without_effect_change_nothing(run):
+    more = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "user": "u", "verbosity": "low"}
+    assert run(call("POST", CHAT, json={**HI, **more})).status_code == 200

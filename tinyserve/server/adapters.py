@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from .control import allowed
 from .face import Service
 from .fields import read_body
-from .schema import Body, Param, facts, flag, harmless, refusal, text
+from .schema import Body, Param, facts, flag, harmless, integer, refusal, text
 
 _TAG = "Administration"
 _NAME = Param("lora_name", text(), "Its name, for `model`.", required=True)
@@ -25,7 +25,7 @@ LOAD = Body("LoadAdapterRequest", [
     *refusal("is_3d_lora_weight", off=(False,), why="adapters of experts are not built."),
 ])  # fmt: skip
 UNLOAD = Body("UnloadAdapterRequest", [
-    _NAME, *harmless("lora_int_id", help="Accepted; the name says which one is meant."),
+    _NAME, *harmless(integer(), "lora_int_id", help="Accepted; the name says which one is meant."),
 ])  # fmt: skip
 _ANSWER = {"answer": {"type": "string"}, "media": "text/plain"}
 

@@ -64,14 +64,14 @@ _CONVERSATION = [
                                 Param("name", text()), Param("disable_parallel_tool_use", flag())),
           "Whether a tool is called."),
     Param("thinking", inside(Param("type", choice("enabled", "disabled", "adaptive"), required=True),
-                             Param("budget_tokens", integer(1024)), *harmless("display")),
+                             Param("budget_tokens", integer(1024)), *harmless(text(), "display")),
           "Handed to the chat template as enable_thinking; budget_tokens are the most tokens of a thought."),
     Param("output_config", inside(Param("effort", choice(*EFFORTS)), Param("format", inside(
         Param("type", choice("json_schema"), required=True), Param("schema", mapping("a JSON schema"), required=True),
     ))), "effort is handed to the chat template as reasoning_effort; format is the form of the answer."),
     Param("chat_template_kwargs", mapping(), "Variables for the chat template."),
     *refusal("mcp_servers", "context_management", "container", off=[[], {}]),
-    *harmless("cache_control"),
+    *harmless(mapping(), "cache_control"),
 ]  # fmt: skip
 
 BODY = Body("MessageRequest", [
@@ -87,7 +87,8 @@ BODY = Body("MessageRequest", [
     Param("priority", integer(*INT64), "Lower runs earlier, with --scheduling-policy priority.", 0),
     Param("request_id", text(), "For the server's log; the header X-Request-Id wins."),
     *refusal("kv_transfer_params", "vllm_xargs", off=[{}]),
-    *harmless("metadata", "service_tier", "inference_geo", "speed"),
+    *harmless(inside(*harmless(text(), "user_id")), "metadata"),
+    *harmless(text(), "service_tier", "inference_geo", "speed"),
 ])  # fmt: skip
 COUNT = Body("CountTokensRequest", _CONVERSATION)
 

@@ -20,6 +20,7 @@ from .schema import (
     harmless,
     inside,
     integer,
+    labels,
     listed,
     mapping,
     number,
@@ -82,7 +83,7 @@ SAMPLING = [
     Param("guided_regex", text(), "The older name of structured_outputs.regex."),
     Param("guided_choice", listed(text(), "a list of strings"), "The older name of structured_outputs.choice."),
     Param("guided_grammar", text(), "The older name of structured_outputs.grammar."),
-    *harmless("guided_decoding_backend"),
+    *harmless(text(), "guided_decoding_backend"),
     *refusal("prompt_embeds", "logits_processors", off=[[]]),
 ]  # fmt: skip
 FORMAT = Param("response_format", inside(
@@ -111,7 +112,9 @@ REQUEST = [
     Param("request_id", text(), "The answer's id, behind the route's prefix; the header X-Request-Id wins."),
     Param("return_token_ids", flag(), "Add the ids of the prompt and of the answer.", False),
     Param("return_tokens_as_token_ids", flag(), "Write tokens in logprobs as token_id:N."),
-    *harmless("user", "service_tier", "session_id", "safety_identifier", "prompt_cache_key", "metadata", "store"),
+    *harmless(text(), "user", "service_tier", "session_id", "safety_identifier", "prompt_cache_key"),
+    *harmless(labels(), "metadata"),
+    *harmless(flag(), "store"),
 ]  # fmt: skip
 TEMPLATE = [
     Param("add_generation_prompt", flag(), "End the prompt with the beginning of an answer.", True),
@@ -155,7 +158,7 @@ CHAT = Body("ChatRequest", [
     *refusal("modalities", off=[["text"], []], why="answers are text."),
     *refusal("audio", "web_search_options", "prediction"),
     *refusal("return_prompt_text", "return_weight_versions", off=[False]),
-    *harmless("verbosity"),
+    *harmless(choice("low", "medium", "high"), "verbosity"),
 ])  # fmt: skip
 
 PROMPTS = documented(

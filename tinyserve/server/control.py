@@ -22,7 +22,7 @@ from .. import __version__
 from ..errors import RequestError
 from . import answers
 from .face import EngineFace, Service
-from .fields import read_body
+from .fields import query_flag, read_body
 from .schema import Body, Param, choice, facts, flag, listed, text
 
 _LIBRARIES = ("torch", "triton", "starlette", "hypercorn", "tokenizers")
@@ -63,7 +63,7 @@ def _json(value: Any) -> Response:
 async def pause(request: Request, service: Service) -> Response:
     """Returns once no step is under way."""
     engine = allowed(request, service)
-    clear = _truth(request, "clear_cache")
+    clear = query_flag(request, "clear_cache")
     await engine.pause(request.query_params.get("mode", "abort"))
     if clear:
         engine.reset_prefix_cache()
@@ -90,7 +90,7 @@ async def is_paused(request: Request, service: Service) -> Response:
 async def reset_prefix_cache(request: Request, service: Service) -> Response:
     """success is false while requests hold blocks; cached blocks that no request uses are forgotten all the same."""
     engine = allowed(request, service)
-    return _json({"success": engine.reset_prefix_cache(preempt_running=_truth(request, "reset_running_requests"))})
+    return _json({"success": engine.reset_prefix_cache(preempt_running=query_flag(request, "reset_running_requests"))})
 
 
 @facts(_TAG, "Abort requests", body=ABORT, answer=answers.ABORTED, refusals=(403,))
@@ -109,13 +109,6 @@ def _abort(engine: EngineFace, name: str) -> int:
     while name.startswith("cmpl-") and (more := engine.abort(f"{name}-{number}")):
         count, number = count + more, number + 1
     return count
-
-
-def _truth(request: Request, name: str) -> bool:
-    given = request.query_params.get(name, "false").lower()
-    if given not in ("true", "false", "1", "0"):
-        raise RequestError(f"{name} must be true or false.", param=name)
-    return given in ("true", "1")
 
 
 @facts("Server", "Configuration", answer=answers.INFO, refusals=(400,), query=[

@@ -57,6 +57,14 @@ async def read_json(request: Request, max_bytes: int) -> Fields:
     return Fields(value)
 
 
+def query_flag(request: Request, name: str) -> bool:
+    """A parameter of the URL that is true or false; false when missing. Raises: RequestError."""
+    given = request.query_params.get(name, "false").lower()
+    if given not in ("true", "false", "1", "0"):
+        raise RequestError(f"{name} must be true or false, got {shown(given)}.", param=name)
+    return given in ("true", "1")
+
+
 def _check_media_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A browser sends other types to foreign sites without asking them first, so those are refused.

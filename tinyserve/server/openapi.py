@@ -33,9 +33,10 @@ _OF_BODIES = (400, 404, 408, 413)
 INTRODUCTION = """\
 OpenAI's API, with vLLM's additional fields, and Anthropic's messages.
 
-Every field may be null, which means its default. A field that is declared here is honoured or refused with a 400 that
-names it; other fields are ignored. JSON has no NaN and no infinity, in either direction. Sampling fields that a request
-leaves out come from the model's generation config, then from the defaults named here.
+Every field may be null, which means its default. A field that is declared here is honoured, or refused with a 400 that
+names it, or its sentence says that it changes no answer; other fields are ignored. JSON has no NaN and no infinity, in
+either direction. Sampling fields that a request leaves out come from the model's generation config, then from the
+defaults named here.
 
 With stream: true the answer is a series of server-sent events. The HTTP status is sent with the first of them, so that
 whatever goes wrong before is an HTTP error; after it, an error is an event of its own. Lines that begin with a colon

@@ -23,16 +23,16 @@ from ..errors import ContextLengthExceeded, RequestError
 from ..request import SamplingParams
 from . import answers, spans
 from .face import EngineFace, Service
-from .fields import Fields, read_body
+from .fields import Fields, query_flag, read_body
 from .formats import of_format
 from .openai_chat import effort_variables, name_of
 from .reading import Readings
 from .requestlog import log_request
-from .responses_items import BODY, LOGPROBS, read_input
+from .responses_items import BODY, INCLUDE, LOGPROBS, read_input
 from .responses_store import Follow, Kept, Run
 from .responses_writer import ResponseWriter, Shape, stamp
 from .sampling import read_sampling, request_options
-from .schema import Param, facts, flag, integer, text
+from .schema import Param, choice, facts, flag, integer, listed, text
 from .sse import Generation
 from .tools import ToolPlan, plan_tools
 
@@ -40,6 +40,8 @@ _ID = [Param("response_id", text(), "The id of a kept response.")]
 _FOLLOW = [
     Param("stream", flag(), "Follow its events; only of background responses with stream.", False),
     Param("starting_after", integer(0), "Sequence number of the last event that is known already."),
+    Param("include", listed(choice(*INCLUDE)), "Accepted; a response shows what it was made with."),
+    Param("include_obfuscation", flag(), "Accepted; it changes no answer.", False),
 ]
 
 
@@ -122,7 +124,11 @@ async def retrieve(request: Request, service: Service) -> Any:
     """A kept response as it is now, or with stream=true its events from one on."""
     kept = service.responses.get(request.path_params["response_id"])
     start = _starting_after(request)
-    if request.query_params.get("stream", "false").lower() not in ("true", "1"):
+    query_flag(request, "include_obfuscation")
+    for name in ("include", "include[]"):
+        for asked in request.query_params.getlist(name):
+            _FOLLOW[2].kind.check([asked], name)
+    if not query_flag(request, "stream"):
         return _json(kept.writer.snapshot())
     if kept.run is None or kept.run.events is None:
         raise RequestError("Only a response made with background and stream can be followed.", param="stream")

@@ -25,6 +25,7 @@ from .schema import (
     harmless,
     inside,
     integer,
+    labels,
     listed,
     mapping,
     refusal,
@@ -34,6 +35,7 @@ from .schema import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
+INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
 Message = dict[str, Any]
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
@@ -55,7 +57,7 @@ BODY = Body("ResponseRequest", [
     Param("skip_special_tokens", flag(), "Leave special tokens out of the text.", True),
     Param("logit_bias", mapping(), "Token id -> -100..100, added to its logit."),
     Param("top_logprobs", integer(), "Alternatives for each token, with include.", 0),
-    Param("include", listed(choice(LOGPROBS, "reasoning.encrypted_content"), f"a list of {LOGPROBS}"),
+    Param("include", listed(choice(*INCLUDE), f"a list of {LOGPROBS}"),
           f"{LOGPROBS} adds log-probabilities to the text."),
     Param("text", inside(
         Param("format", inside(
@@ -63,15 +65,16 @@ BODY = Body("ResponseRequest", [
             Param("name", text()), Param("description", text()), Param("schema", mapping("a JSON schema")),
             Param("strict", flag(), "Schemas are always kept to."),
         )),
-        *harmless("verbosity"),
+        *harmless(choice("low", "medium", "high"), "verbosity"),
     ), "The form that the answer must have."),
     Param("reasoning", inside(Param("effort", choice(*EFFORTS), "Handed to the chat template."),
-                              *harmless("summary", "generate_summary")), "How much to think first."),
+                              *harmless(choice("auto", "concise", "detailed"), "summary",
+                                        "generate_summary")), "How much to think first."),
     *TOOLS,
     Param("stream", flag(), "Send the answer as events.", False),
     Param("background", flag(), "Answer at once, compute on; look at it with GET.", False),
     Param("store", flag(), "Keep the answer for GET and previous_response_id, as long as there is room.", True),
-    Param("metadata", mapping(), "Kept and given back."),
+    Param("metadata", labels(), "Kept and given back."),
     Param("truncation", choice("auto", "disabled"), "auto: leave out the middle's oldest messages when the context is "
           "too short.", "disabled"),
     Param("chat_template_kwargs", mapping(), "Variables for the chat template."),
@@ -85,8 +88,8 @@ BODY = Body("ResponseRequest", [
     *refusal("max_tool_calls", why="no tool runs on the server, so there is nothing to count."),
     *refusal("kv_transfer_params", "vllm_xargs", off=[{}]),
     *refusal("previous_input_messages", "enable_response_messages", off=[False, []]),
-    *harmless("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-              "stream_options"),
+    *harmless(text(), "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *harmless(inside(*harmless(flag(), "include_obfuscation")), "stream_options"),
 ])  # fmt: skip
 
 

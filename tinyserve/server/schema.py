@@ -205,9 +205,19 @@ def refusal(*names: str, off: Sequence[Any] = (), why: str = NOT_YET, help: str 
     return [Param(name, documented({}, "", object), help, refused=why, off=off) for name in names]
 
 
-def harmless(*names: str, help: str = "Accepted; it changes no answer.") -> list[Param]:
-    """Fields that say nothing about the answer, and may hold anything."""
-    return [Param(name, documented({}, "any value", object), help) for name in names]
+def harmless(kind: Kind, *names: str, help: str = "Accepted; it changes no answer.") -> list[Param]:
+    """Fields that say nothing about the answer. kind: what may be in them all the same."""
+    return [Param(name, kind, help) for name in names]
+
+
+def labels() -> Kind:
+    """An object whose values are strings."""
+    schema = {"type": "object", "additionalProperties": {"type": "string"}}
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+
+    return Kind(schema, "an object of strings", fits)
 
 
 def sampled(name: str, help: str) -> Param:
