@@ -119,8 +119,9 @@ class Tokenizer:
         """
         text = _without_surrogates(text)
         if limit is not None:
-            # Prose has four or five characters a token, so the first try is enough for it; the second is for any text.
-            for characters in (8 * (limit + 1), 2 * (limit + 1) * self._longest_token):
+            # Bytes and numbers have one or two characters a token, prose has four or five; the last try is for any.
+            # What is encoded in vain costs memory, and others are kept waiting while it is given back.
+            for characters in (2 * (limit + 1), 8 * (limit + 1), 2 * (limit + 1) * self._longest_token):
                 if len(text) > characters and len(ids := self._encode(text[:characters], add_special_tokens)) > limit:
                     return ids[: limit + 1]
         ids = self._encode(text, add_special_tokens)
