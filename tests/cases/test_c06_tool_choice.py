@@ -307,3 +307,7 @@ async def test_an_argument_may_hold_the_mark_of_a_special_token(tok, parser):
         whole = await server.ask(CHAT, body)
         (call,) = whole.choices[0]["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"mark": "a<|eot|>b"} and whole.reason == "tool_calls"
+        text = {"type": "string", "minLength": 10**12}
+        bounded = {**tool, "function": {**tool["function"], "parameters": {**schema, "properties": {"mark": text}}}}
+        error = await server.refused(CHAT, {**body, "tools": [bounded]})
+        assert "minLength" in error["message"] and "no answer is so long" in error["message"]

@@ -26,7 +26,7 @@ EXACT = 2**53  # doubles hold every whole number up to here
 LARGEST = 2**63 - 1  # the library counts with 64 bits
 SMALLEST = -(2**63) + 1024  # the double behind it; the smallest one holds a thread for ever
 FAR = Decimal("9.2e18")  # the same for numbers with a fraction
-DIGITS, PLACES = 14, 30  # of a bound with a fraction; the library is exact up to there
+DIGITS, PLACES = 14, 22  # of a bound with a fraction; the library is exact up to there
 MOST, MOST_NEEDED = 2**31 - 1, 10**7  # what the library counts to; no answer is longer
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _SIDES = (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1))
@@ -60,7 +60,7 @@ def settle(part: Schema) -> None:
     """Change one schema, without those inside it, to what is held exactly. Raises: Wrong."""
     for name in ("const", "enum"):
         if name in part:
-            _check_exact(part[name], name)
+            part[name] = _exact(part[name], name)
     for name in _COUNTS:
         if name in part:
             _count(part, name)
@@ -76,26 +76,36 @@ def _number(value: Any) -> Decimal | None:
     return Decimal(repr(value)) if isinstance(value, float) and math.isfinite(value) else None
 
 
-def _check_exact(value: Any, name: str) -> None:
-    """Refuse numbers that an answer could not repeat. Floats from 2**63 on may have lost digits before they came."""
+def _exact(value: Any, name: str) -> Any:
+    """A constant whose numbers an answer repeats. Floats from 2**63 on may have lost digits before they came here."""
     if isinstance(value, dict):
-        for inner in value.values():
-            _check_exact(inner, name)
-    elif isinstance(value, list):
-        for inner in value:
-            _check_exact(inner, name)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_exact(value):
+        return {key: _exact(inner, name) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_exact(inner, name) for inner in value]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    if not _is_exact(value):
         raise Wrong(
             f"{name} holds {shown(value)}, which cannot be written exactly: whole numbers beyond 2**53 are held if "
-            "they are doubles, none from 2**63 on is. Make it a text"
+            "they are doubles, none from 2**63 on is; others have 15 digits, and 22 places, for sure. Make it a text"
         )
+    return int(value) if value == int(value) else value
 
 
 def _is_exact(value: int | float) -> bool:
     """Whether the library keeps this number."""
-    if isinstance(value, float):
-        return math.isfinite(value) and abs(value) < LARGEST
-    return abs(value) <= EXACT or value == LARGEST or (SMALLEST <= value < LARGEST and int(float(value)) == value)
+    if isinstance(value, int):
+        return abs(value) <= EXACT or value == LARGEST or (SMALLEST <= value < LARGEST and int(float(value)) == value)
+    if not (math.isfinite(value) and abs(value) < LARGEST):
+        return False
+    return value == int(value) or _as_read(value) == value
+
+
+def _as_read(value: float) -> float:
+    """What the library reads, which divides the digits by a power of ten: two roundings."""
+    sign, digits, places = Decimal(repr(value)).as_tuple()
+    read = int("".join(map(str, digits))) / float(f"1e{-places}")
+    return -read if sign else read
 
 
 def _count(part: Schema, name: str) -> None:
@@ -128,7 +138,8 @@ def _check_multiple(value: Any) -> None:
     number = _number(value)
     if number is None or number <= 0:
         raise Wrong(f"multipleOf must be a number above 0, is {shown(value)}")
-    if number > EXACT or len(number.normalize(_WIDE).as_tuple().digits) > DIGITS:
+    _, digits, places = number.normalize(_WIDE).as_tuple()
+    if number > EXACT or len(digits) > DIGITS or places < -PLACES:
         raise Wrong(f"multipleOf {shown(value)} has too many digits to be followed; use a smaller one, or leave it out")
 
 

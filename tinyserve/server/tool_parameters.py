@@ -25,6 +25,7 @@ _KEY = re.compile(r'[^<>"\n]+')
 _FREE = {"type": "any_text"}
 _NOTHING = {"type": "const_string", "value": ""}
 MAX_FIRST = 24
+MAX_LENGTH = 10**7  # of a text; no answer is longer
 MAX_CHOICES = 8  # levels of choices that are looked into
 _ABOUT = ("title", "description", "$schema", "$id", "$comment", "additionalProperties")
 _SHARED = ("$defs", "definitions")  # what a property may refer to
@@ -203,7 +204,12 @@ def _text(part: Schema, place: str) -> dict[str, Any]:
             raise RequestError(
                 f"tools: {place} has no text of {shown(least)} to {shown(most)} characters.", param="tools"
             )
-        return {"type": "regex", "pattern": f"{_ANYTHING}{{{least},{most}}}"}
+        if least > MAX_LENGTH:
+            raise RequestError(f"tools: {place} has minLength {least}; no answer is so long.", param="tools")
+        return {
+            "type": "regex",
+            "pattern": f"{_ANYTHING}{{{least},{most if most != '' and most <= MAX_LENGTH else ''}}}",
+        }
     pattern = part["pattern"]
     if not isinstance(pattern, str):
         raise TypeError("no pattern")
