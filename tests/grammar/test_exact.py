@@ -38,6 +38,9 @@ SCHEMAS = [
     *({"const": random.Random(seed).uniform(-1e9, 1e9)} for seed in range(12)),
     *({"enum": [[random.Random(seed).random() * 1e-9]]} for seed in range(6)), {"multipleOf": 1e-23},
     {"type": "number", "minimum": 1e-29, "maximum": 1e-20}, {"type": "number", "minimum": 8.25e-24, "maximum": 1e-23},
+    {"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"exclusiveMinimum": 3, "exclusiveMaximum": 5}]},
+    {"$defs": {"a": {"exclusiveMaximum": -3}}, "$ref": "#/$defs/a", "type": "number", "minimum": -3.25},
     {**BOOLEANS, "minProperties": 3, "maxProperties": 3}, {**BOOLEANS, "minProperties": 1, "maxProperties": 1},
     {**BOOLEANS, "required": ["a"], "minProperties": 2, "maxProperties": 2}, {**BOOLEANS, "maxProperties": 1},
     {**LISTED, "minProperties": 2}, {**LISTED, "maxProperties": 1}, {**LETTERS, "minProperties": 2},
@@ -115,6 +118,7 @@ def test_other_words_are_remarks_and_names_are_no_words():
 
 @pytest.mark.parametrize("form, told", [
     ({"json": {"type": "string", "pattern": "a{3"}}, "the regex"),
+    ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf is held only where .*; use anyOf"),
     ({"json": {"type": "integer", "multipleOf": 10**10}}, "multipleOf 10000000000 has too many digits"),
     ({"json": {"type": "object", "properties": {"a": {}}, "minProperties": 1}}, "into 'required'"),
     ({"grammar": "root ::= " + " | ".join(f'"v{n}"' for n in range(13_000))}, "13001 alternatives"),

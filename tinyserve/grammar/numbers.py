@@ -157,7 +157,7 @@ def _range(part: Schema) -> None:
         return
     held = [(_whole if whole else _fraction)(bound, _other(ends, bound)) for bound in ends]
     if not whole:
-        held = [_shut(bound, _other(held, bound)) for bound in held]
+        held = [_shut(bound) for bound in held]
     if len(held) == 2 and (held[0].value, any(bound.open for bound in held)) > (held[1].value, False):
         low, high = ends
         raise Wrong(
@@ -236,12 +236,12 @@ def _fraction(bound: _Bound, other: _Bound | None) -> _Bound:
     return bound if value == bound.value else evolve(bound, value=value, open=False)
 
 
-def _shut(bound: _Bound, other: _Bound | None) -> _Bound:
-    """An open bound that is a whole number, moved inwards if the other one is less than 1 away: it would be let in."""
-    if not bound.open or other is None or bound.value != int(bound.value):
+def _shut(bound: _Bound) -> _Bound:
+    """An open bound that is a whole number, moved inwards by its last digit.
+
+    The library lets it in if the other bound is less than 1 away; and that one may stand in another part of `allOf`.
+    """
+    if not bound.open or bound.value != int(bound.value) or bound.value.adjusted() >= DIGITS - 1:
         return bound
-    width = (other.value - bound.value) * bound.sign
-    if not 0 < width < 1:
-        return bound
-    moved = _WIDE.add(bound.value, bound.sign * width.scaleb(-DIGITS))
-    return evolve(bound, value=_fraction(evolve(bound, value=moved), None).value, open=False)
+    last = -PLACES if bound.value == 0 else bound.value.adjusted() - DIGITS + 1
+    return evolve(bound, value=_WIDE.add(bound.value, bound.sign * Decimal(1).scaleb(last)), open=False)

@@ -63,6 +63,10 @@ _SAYINGS = (
         "minProperties and maxProperties are counted only where all of 'properties' are required; put those that every "
         "answer needs into 'required'",
     ),
+    (
+        r".*oneOf constraints are not supported.*",
+        "oneOf is held only where no value can satisfy two of its schemas, by their types or constants; use anyOf",
+    ),
     (r".*Value for 'multipleOf' has too many digits: (\S+).*", r"multipleOf \1 has too many digits; use a smaller one"),
     (r".*Failed to generate regex for .* range.*", "no number lies between its minimum and its maximum"),
     (r".*regex parse error: (.+?)[ ^]* error: (.+)", r"the regex \1 cannot be read: \2"),
