@@ -25,7 +25,7 @@ BODIES = {
     "ids below the cap": (TEXT, b'{"prompt": ' + listed(b"97", M // 2 - 100) + b"}", 400),
     "lists of ids": (TEXT, b'{"prompt": ' + listed(listed(b"97", 400), 1000) + b"}", 400),
     "lists of lists": (TEXT, b'{"prompt": ' + listed(b"[]", 3 * M) + b"}", 413),
-    "floats": (CHAT, b"{" + HI + b', "metadata": ' + listed(b"0.5", M // 2 - 100) + b"}", 200),
+    "floats": (CHAT, b"{" + HI + b', "x": ' + listed(b"0.5", M // 2 - 100) + b"}", 200),
     "texts": (CHAT, b"{" + HI + b', "stop": ' + listed(b'"ab"', M // 6 - 100) + b"}", 400),
     "objects": (CHAT, b'{"messages": ' + listed(b"{}", M) + b"}", 413),
     "keys": (CHAT, b"{" + HI + b', "logit_bias": {' + b",".join(b'"%d":1' % i for i in range(M)) + b"}}", 413),
