@@ -122,6 +122,7 @@ def test_other_words_are_remarks_and_names_are_no_words():
     ({"json": {"type": "integer", "multipleOf": 10**10}}, "multipleOf 10000000000 has too many digits"),
     ({"json": {"type": "object", "properties": {"a": {}}, "minProperties": 1}}, "into 'required'"),
     ({"grammar": "root ::= " + " | ".join(f'"v{n}"' for n in range(13_000))}, "13001 alternatives"),
+    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"enum": []}}}}, ": Unsatisfiable"),
     ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"$ref": "#/$defs/a", "$defs": {
         "a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}}}}, "leads back to itself"),
 ])  # fmt: skip

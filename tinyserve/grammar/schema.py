@@ -47,6 +47,7 @@ def grammar_text(constraint: Constraint, special: Mapping[str, int]) -> str:
 
 
 _EXCERPT = re.compile(r"\n +\d+ \| ")
+_PLACE = re.compile(r"^at [0-9()]+: failed to compile JSON schema: ")  # in a grammar that nobody sent
 
 
 # What the library says, and what that means to whoever wrote the schema.
@@ -76,6 +77,7 @@ _SAYINGS = (
 def first_line(error: Any) -> str:
     """The beginning of what the library says; it prints the grammar made for it, and its whole state."""
     text = " ".join(_EXCERPT.split(str(error).split("<state>")[0])[0].split())[:300]
+    text = _PLACE.sub("", text)
     for saying, meaning in _SAYINGS:
         if found := re.fullmatch(saying, text):
             return found.expand(meaning)
