@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,7 @@ async def test_so_many_lines_are_under_way_and_no_more_are_read(tok):
 def test_the_command(tiny, tmp_path):
     """With a model of random weights, under a server's key that no line has; then into a folder that is not there."""
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    sink.write_text("answers of another day\n")
     source.write_text("".join(json.dumps({**LINES[0], "custom_id": str(number)}) + "\n" for number in range(5)))
     files = ["run-batch", "-i", str(source), "-o", str(sink)]
     options = [str(tiny), "--served-model-name", "tiny", "--num-gpu-blocks-override", "64", "--device", "cpu"]
@@ -95,13 +97,34 @@ def test_the_command(tiny, tmp_path):
     assert {answer["response"]["body"]["choices"][0]["message"]["content"] for answer in found.values()} != {""}
 
 
+def test_answers_of_another_day_stay_until_the_model_is_loaded(tmp_path, capsys):
+    """A model that is not there; answers asked for into the file of requests by another name."""
+    source, sink, linked = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "link.jsonl"))
+    source.write_text(json.dumps(LINES[0]))
+    sink.write_text("kept")
+    linked.hardlink_to(source)
+    assert main(["run-batch", "-i", str(source), "-o", str(sink), "--model", str(tmp_path / "none")]) != 0
+    assert sink.read_text() == "kept"
+    assert main(["run-batch", "-i", str(source), "-o", str(linked), "--model", str(tmp_path / "none")]) == 2
+    assert "same file" in capsys.readouterr().err and source.read_text()
+
+
+def test_a_full_disk_is_told(tiny, tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(LINES[0]))
+    files = ["run-batch", "-i", str(source), "-o", "/dev/full"]
+    options = [str(tiny), "--served-model-name", "tiny", "--num-gpu-blocks-override", "64", "--device", "cpu"]
+    assert main([*files, *options]) != 0
+    assert "No space left" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
         ([], "--input-file"),
         (["-i", "x.jsonl"], "--output-file"),
         (["-i", "no/such", "-o", "-"], "No such file"),
-        (["-i", "a", "-o", "./a"], "same file"),
+        ([*["-i", __file__], *["-o", f"{Path(__file__).parent}/./test_batch.py"]], "same file"),
         (["-i", "https://host/a", "-o", "-"], "this machine"),
         (["-i", "-", "-o", "no/such/folder"], "No such file"),
         (["-i", "-", "-o", "-", "--max-concurrency", "0"], "at least 1"),

@@ -93,16 +93,22 @@ def test_regexes_and_choices(llm):
         assert re.fullmatch(form["regex"], answer.text) if "regex" in form else answer.text in form["choice"]
 
 
-def test_a_constrained_row_leaves_the_others_alone(llm):
-    """A batch of 8 with one row in a form: the other seven say what they say without it. Prints what a step costs."""
+def test_a_constrained_row_leaves_the_others_alone():
+    """A batch of 8 with one row in a form: the other seven say what they say without it. Prints what a step costs.
+
+    In float32: a row whose grammar is made first joins later, and in the default precision of a CPU a step of decodes
+    beside a prompt rounds otherwise than one of decodes alone.
+    """
+    options = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 200, "use_tqdm_on_load": False}
     prompts = [f"Story number {number}: once upon a time" for number in range(8)]
     free = [SamplingParams(temperature=1, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(8)]
     held = [*free[:7], evolve(free[7], structured_outputs={"json": {"type": "array", "minItems": 50}})]
     seconds, said = [], []
-    for params in (held, free, held, free, held):  # the first one makes the vocabulary
-        start = time.process_time()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds.append(time.process_time() - start)
-        said.append([tuple(output.outputs[0].token_ids) for output in outputs])
+    with LLM(str(smollm2()), **options) as llm:
+        for params in (held, free, held, free, held):  # the first one makes the vocabulary
+            start = time.process_time()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds.append(time.process_time() - start)
+            said.append([tuple(output.outputs[0].token_ids) for output in outputs])
     print(f"a step with the form costs {min(seconds[2::2]) / min(seconds[1::2]):.2f} of one without")
     assert said[0][:7] == said[1][:7] == said[2][:7] and said[0][7] != said[1][7]

@@ -21,11 +21,12 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
+import stat
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 import orjson
@@ -53,14 +54,15 @@ def run(argv: Sequence[str]) -> int:
     options, rest = _options(argv)
     config = _unguarded(read_config(rest, "tinyserve run-batch", _HELP))
     source = _opened(options.input_file, "-i", "rb")  # a wrong name is told before a model is loaded
-    with contextlib.closing(source), contextlib.closing(_opened(options.output_file, "-o", "wb")) as sink:
-        prepare_cpu_environment(config.runner.cpu_threads)
-        log.set_up(config.log)
-        sys.setswitchinterval(SWITCH_INTERVAL)
-        try:
+    sink = _opened(options.output_file, "-o", "ab")  # what it holds is kept until there is something to answer with
+    prepare_cpu_environment(config.runner.cpu_threads)
+    log.set_up(config.log)
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        with contextlib.closing(source), contextlib.closing(sink):
             asyncio.run(_answer(config, source, sink, options.max_concurrency))
-        except OSError as error:
-            raise EngineError(f"the batch ended early: {error}") from error
+    except OSError as error:
+        raise EngineError(f"the batch ended early: {error}") from error
     return 0
 
 
@@ -81,8 +83,8 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ConfigError(f"run-batch needs --{name.replace('_', '-')} FILE, or - for the standard one.")
     if found.max_concurrency is not None and found.max_concurrency < 1:
         raise ConfigError("--max-concurrency must be at least 1.")
-    same = found.input_file != "-" and Path(found.input_file).resolve() == Path(found.output_file).resolve()
-    if same:
+    names = found.input_file, found.output_file
+    if "-" not in names and all(map(os.path.exists, names)) and os.path.samefile(*names):
         raise ConfigError("--input-file and --output-file are the same file.")
     return found, rest
 
@@ -115,6 +117,8 @@ async def _answer(config: EngineConfig, source: IO[bytes], sink: IO[bytes], most
     try:
         await asyncio.to_thread(engine.machine.grammars.warm)
         keep_loaded()
+        if stat.S_ISREG(os.fstat(sink.fileno()).st_mode) and sink is not sys.stdout.buffer:
+            sink.truncate(0)
         batch = Batch(Service(config, engine), sink)
         await batch.run(source, most or WAITING * engine.machine.max_running)
         logger.info("%s", batch.report())

@@ -17,7 +17,8 @@ from ..errors import shown
 from .numbers import Wrong
 
 MAX_DEPTH = 64
-MAX_VISITS = 10_000  # of a search for references that lead back to themselves
+MAX_VISITS = 50_000  # of the search for references that lead back to themselves, in a whole schema
+MAX_GUESSES = 100  # unknown words of a schema that are compared with those that were meant
 # Keywords that change which values are valid, and that the library passes over without a word.
 NOT_ENFORCED = ("$dynamicRef", "$recursiveRef", "dependencies", "minContains", "maxContains", "unevaluatedItems")
 OLDER = {
@@ -73,12 +74,15 @@ def refuse(schema: Any, names: Sequence[str]) -> None:
 def check_words(schema: Mapping[str, Any]) -> None:
     """Refuse keywords of older drafts, misspelt ones, and references that lead to themselves. Raises: Wrong."""
     refuse(schema, NOT_ENFORCED)
+    unknown: set[str] = set()
     for part in schemas(schema, known=True):
         for name in part:
             if name in OLDER:
                 raise Wrong(f"the keyword {name!r} is of an older draft and not enforced; {OLDER[name]}")
-            if name not in _KNOWN and (meant := _meant(name)):
-                raise Wrong(f"there is no keyword {shown(name)}; did you mean {meant!r}?")
+            if name not in _KNOWN and name not in unknown and len(unknown) < MAX_GUESSES:
+                unknown.add(name)
+                if meant := _meant(name):
+                    raise Wrong(f"there is no keyword {shown(name)}; did you mean {meant!r}?")
         if "additionalItems" in part and (not isinstance(part.get("items"), list) or "prefixItems" in part):
             raise Wrong(
                 "the keyword 'additionalItems' has a meaning only beside a list of 'items'; use 'prefixItems', and "
@@ -86,9 +90,9 @@ def check_words(schema: Mapping[str, Any]) -> None:
             )
         if isinstance(part.get("required"), bool):
             raise Wrong("'required' must be a list of names, in the schema of the object")
-    for part in schemas(schema):
-        if "$ref" in part and _leads_back(part, schema, frozenset(), [0]):
-            raise Wrong(ENDLESS)
+    search = _Search(schema)
+    if any("$ref" in part and search.leads_back(part) for part in schemas(schema)):
+        raise Wrong(ENDLESS)
 
 
 def _meant(name: str) -> str | None:
@@ -100,20 +104,35 @@ def _meant(name: str) -> str | None:
     )
 
 
-def _leads_back(part: Any, root: Any, path: frozenset[int], visits: list[int]) -> bool:
-    """Whether a value of this schema is one of itself first, so that there is none."""
-    if not isinstance(part, dict) or visits[0] > MAX_VISITS:
+class _Search:
+    """Looks for schemas of which a value would have to be one of itself first, so that there is none.
+
+    A schema that was once found to have an end has one wherever it stands, so each is looked at once; only what leads
+    back is looked at again, and the first such one ends the search. After MAX_VISITS the rest is left to the library.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._ends: set[int] = set()
+        self._visits = 0
+
+    def leads_back(self, part: Any, path: frozenset[int] = frozenset()) -> bool:
+        """Whether a value of this schema, inside those of the path, needs one of itself."""
+        if not isinstance(part, dict) or id(part) in self._ends or self._visits > MAX_VISITS:
+            return False
+        self._visits += 1
+        if id(part) in path:
+            return True
+        path = path | {id(part)}
+        if "$ref" in part and self.leads_back(_target(part["$ref"], self._root), path):
+            return True
+        if isinstance(part.get("allOf"), list) and any(self.leads_back(each, path) for each in part["allOf"]):
+            return True
+        choices = [part[name] for name in ("anyOf", "oneOf") if isinstance(part.get(name), list) and part[name]]
+        if any(all(self.leads_back(each, path) for each in choice) for choice in choices):
+            return True
+        self._ends.add(id(part))
         return False
-    visits[0] += 1
-    if id(part) in path:
-        return True
-    path = path | {id(part)}
-    if "$ref" in part and _leads_back(_target(part["$ref"], root), root, path, visits):
-        return True
-    if isinstance(part.get("allOf"), list) and any(_leads_back(each, root, path, visits) for each in part["allOf"]):
-        return True
-    choices = [part[name] for name in ("anyOf", "oneOf") if isinstance(part.get(name), list) and part[name]]
-    return any(all(_leads_back(each, root, path, visits) for each in choice) for choice in choices)
 
 
 def _target(reference: Any, root: Any) -> Any:
@@ -124,7 +143,7 @@ def _target(reference: Any, root: Any) -> Any:
     for step in reference[1:].split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", step):
-            found = dict(enumerate(found)).get(int(step))
+            found = found[int(step)] if int(step) < len(found) else None
         else:
             found = found.get(step) if isinstance(found, dict) else None
     return found
