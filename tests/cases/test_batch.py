@@ -1,6 +1,7 @@
 """`run-batch`: every line of a file is answered as over HTTP, or carries its error."""
 
 import asyncio
+import codecs
 import io
 import json
 from pathlib import Path
@@ -35,7 +36,7 @@ def read(data):
 @pytest.mark.anyio
 async def test_every_line_has_its_answer_or_its_error(tok):
     """10 lines, a blank one between them: 10 answers, each under its name."""
-    data = b"\n\n".join([*(json.dumps(line).encode() for line in LINES), b"{no JSON"])
+    data = codecs.BOM_UTF8 + b"\n\n".join([*(json.dumps(line).encode() for line in LINES), b"{no JSON"])
     async with serving(ScriptModel([97, 98, 99]), tok) as server:
         sink = io.BytesIO()
         batch = Batch(Service(server.engine.config, server.engine), sink)

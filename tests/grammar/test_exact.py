@@ -133,6 +133,36 @@ def test_the_librarys_words_are_put_into_ours(form, told):
         GRAMMARS.compiled(StructuredOutputsParams(**form).constraint()).result(20)
 
 
+KIND = {"type": "object", "properties": {"kind": {"const": 1}, "a": {"type": "null"}}, "required": ["kind"]}
+OTHER = {"type": "object", "properties": {"kind": {"enum": [2.0, 3]}, "b": {"type": "null"}}, "required": ["kind"]}
+
+
+@pytest.mark.parametrize(("choice", "held"), [
+    ([{"const": 1}, {"const": 2}], True), ([{"enum": [1, 2]}, {"enum": [3]}, {"const": 1.5}], True),
+    ([{"$ref": "#/$defs/k"}, {"$ref": "#/$defs/o"}], True), ([{"const": 1}, {"enum": [3, 1.0]}], False),
+    ([{"$ref": "#/$defs/k"}, {**OTHER, "required": []}], False),
+    ([{"$ref": "#/$defs/k"}, {k: v for k, v in OTHER.items() if k != "type"}], False),
+])  # fmt: skip
+def test_one_of_what_differs_in_constants_is_held(choice, held):
+    """Numbers, and objects that a required property tells apart; what can be both is refused."""
+    form = StructuredOutputsParams(json={"oneOf": choice, "$defs": {"k": KIND, "o": OTHER}}).constraint()
+    if held:
+        GRAMMARS.compiled(form).result(20)
+    else:
+        with pytest.raises(RequestError, match="oneOf is held only where"):
+            GRAMMARS.compiled(form).result(20)
+
+
+@pytest.mark.parametrize(("name", "held"), [("password", True), ("uuid4", True), ("uuid", True), ("iri", False)])
+def test_formats(name, held):
+    form = StructuredOutputsParams(json={"type": "string", "format": name}).constraint()
+    if held:
+        GRAMMARS.compiled(form).result(20)
+    else:
+        with pytest.raises(RequestError, match=f"the format '{name}' is not enforced"):
+            GRAMMARS.compiled(form).result(20)
+
+
 def test_many_references_to_what_is_long_to_follow_are_read_once():
     """2^15 ways through 16 definitions, asked for by 4000 properties; and 4000 words that nobody knows."""
     twice = {str(k): {"allOf": [{"$ref": f"#/d/{k + 1}"}] * 2} for k in range(15)} | {"15": {"type": "object"}}

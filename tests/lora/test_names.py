@@ -85,6 +85,8 @@ def test_names_inside_a_model_that_also_sees(base, layers, tmp_path):
     ({"rank": 17}, "rank is 17, above the limit of 16"), ({"prefix": "base_model.model.other."}, "none of its modules"),
     ({"targets": ("q_proj", "lm_head")}, "1 of its modules are not one.*lm_head"),
     ({"targets": ("embed_tokens",)}, "embed_tokens"),
+    ({"use_rslora": "no"}, "use_rslora must be true or false"), ({"layers_to_transform": "0"}, "must be numbers of"),
+    ({"layers_to_transform": [0.0]}, "must be numbers of layers"), ({"target_modules": {"a": 1}}, "a list of names"),
     ({"r": 2}, "is of rank 4 in the file, but r says 2"), ({"r": 10**30}, r"rank 4 in the file, but r says 10+"),
     ({"rank_pattern": {"layers.1.*": "x"}}, "must be a positive integer"),
     ({"rank_pattern": {"(a+)+x": 3}}, "in rank_pattern is too complex"),

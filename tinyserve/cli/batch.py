@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import contextlib
 import logging
 import os
@@ -187,7 +188,7 @@ class Batch:
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        asked = orjson.loads(line)
+        asked = orjson.loads(line.removeprefix(codecs.BOM_UTF8))  # which some editors put before a file's first line
     except orjson.JSONDecodeError as error:
         raise RequestError(f"The line is not valid JSON: {error}.") from None
     if not isinstance(asked, dict):

@@ -124,7 +124,7 @@ class _Search:
         if id(part) in path:
             return True
         path = path | {id(part)}
-        if "$ref" in part and self.leads_back(_target(part["$ref"], self._root), path):
+        if "$ref" in part and self.leads_back(target(part["$ref"], self._root), path):
             return True
         if isinstance(part.get("allOf"), list) and any(self.leads_back(each, path) for each in part["allOf"]):
             return True
@@ -135,7 +135,7 @@ class _Search:
         return False
 
 
-def _target(reference: Any, root: Any) -> Any:
+def target(reference: Any, root: Any) -> Any:
     """What a reference within a schema leads to; None: nothing that is found here."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

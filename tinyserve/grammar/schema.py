@@ -3,7 +3,7 @@
 Nothing is ignored: what the library does not enforce is refused by its name (keywords.py, numbers.py). Blanks between
 JSON tokens are bounded, since models that have lost their way write line breaks for ever.
 
-Before: structured.py, keywords.py.  After: compile.py.
+Before: structured.py, keywords.py, apart.py.  After: compile.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ..errors import RequestError, shown
 from ..structured import Constraint
+from .apart import read_as_any_of
 from .keywords import ENDLESS, MAX_DEPTH, NOT_ENFORCED, check_words, refuse, schemas
 from .numbers import Wrong, settle
 
@@ -68,6 +69,8 @@ _SAYINGS = (
         r".*oneOf constraints are not supported.*",
         "oneOf is held only where no value can satisfy two of its schemas, by their types or constants; use anyOf",
     ),
+    (r".*Unknown format: (.+)", r"the format '\1' is not enforced by this server; leave it out"),
+    (r".*Schema intersection stack level.*", "references or choices that lead to others go too deep in it; nest fewer"),
     (r".*Value for 'multipleOf' has too many digits: (\S+).*", r"multipleOf \1 has too many digits; use a smaller one"),
     (r".*Failed to generate regex for .* range.*", "no number lies between its minimum and its maximum"),
     (r".*regex parse error: (.+?)[ ^]* error: (.+)", r"the regex \1 cannot be read: \2"),
@@ -101,6 +104,8 @@ def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
     for part in schemas(schema):
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]  # which says nothing
+        _settle_format(part)
+        read_as_any_of(part, schema)
         if constraint.closed and "properties" in part:
             part.setdefault("additionalProperties", False)
         _check_optional(part)
@@ -110,6 +115,15 @@ def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
     else:
         style = {"whitespace_pattern": constraint.blanks or BLANKS}
     return json.dumps(schema, ensure_ascii=False), style
+
+
+def _settle_format(part: dict[str, Any]) -> None:
+    """Leave out formats that say nothing about a text, and call those of pydantic by their name in JSON Schema."""
+    named = part.get("format")
+    if named in ("password", "binary"):
+        del part["format"]
+    elif isinstance(named, str) and re.fullmatch("uuid[1-8]", named):
+        part["format"] = "uuid"
 
 
 def _check_optional(schema: dict[str, Any]) -> None:

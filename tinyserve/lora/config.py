@@ -97,6 +97,16 @@ def check_agrees(config: Mapping[str, Any], ranks: Mapping[str, int], path: str)
     targets = config.get("target_modules")
     layers = config.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
+    for name, value, kinds, what in (
+        ("use_rslora", config.get("use_rslora"), (bool,), "true or false"),
+        ("fan_in_fan_out", config.get("fan_in_fan_out"), (bool,), "true or false"),
+        ("target_modules", targets, (list, str), "a list of names, or a regular expression"),
+        ("layers_to_transform", layers, (list,), "numbers of layers"),
+    ):
+        if value is not None and not isinstance(value, kinds):
+            raise CheckpointError(f"{path}: {name} must be {what}, is {shown(value)}.")
+    if layers and any(type(layer) is not int for layer in layers):
+        raise CheckpointError(f"{path}: layers_to_transform must be numbers of layers, is {shown(layers)}.")
     for module, rank in ranks.items():
         told, name = (special, "rank_pattern") if (special := own.of(module)) is not None else (usual, "r")
         if told is not None and told != rank:
@@ -106,7 +116,7 @@ def check_agrees(config: Mapping[str, Any], ranks: Mapping[str, int], path: str)
                 f"{path}: the file holds {module}, which target_modules {shown(targets)} do not name."
             )
         found = _LAYER.search(module)
-        if isinstance(layers, list) and layers and found and int(found[1]) not in layers:
+        if layers and found and int(found[1]) not in layers:
             raise CheckpointError(
                 f"{path}: the file holds {module}, but layers_to_transform {shown(layers)} leave that layer out."
             )
