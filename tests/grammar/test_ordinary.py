@@ -33,9 +33,18 @@ def test_the_marks_of_special_tokens_are_text_in_a_form(form, text):
     assert said.decode() == text and match.ended
 
 
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
 def test_marks_are_written_with_the_longest_tokens():
     """A tokenizer that puts a blank before each text is not asked for the pieces between marks."""
     tokens = [b"<s>", b"<", b"s", b">", b"s>", b" a", b"a"]
     blank = Ordinary(lambda text, **_: [0] if text == "<s>" else [5], tokens, frozenset({0}))
     assert blank.encode("a<s>a") == [6, 1, 4, 6]
     assert blank.encode(" a") == [5] and blank.encode("<s><s>") == [1, 4, 1, 4]
+
+
+def test_without_special_tokens_a_text_is_encoded_in_one_piece():
+    asked = []
+    plain = Ordinary(lambda text, **_: asked.append(text) or list(text.encode()), BYTES, frozenset())
+    assert plain.encode("abc") == list(b"abc") and asked == ["abc"]

@@ -1,6 +1,7 @@
 """A headless Chromium driven over two pipes: enough of its protocol to open a page, press keys and look."""
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -17,11 +18,10 @@ class Browser:
         to_child, self._out = os.pipe()
         self._in, from_child = os.pipe()
 
-        def connect():  # the browser reads from descriptor 3 and writes to 4
-            os.dup2(to_child, 30)
-            os.dup2(from_child, 31)
-            os.dup2(30, 3)
-            os.dup2(31, 4)
+        def connect():  # the browser reads from descriptor 3 and writes to 4, which may be one of these two
+            copies = [fcntl.fcntl(end, fcntl.F_DUPFD, 5) for end in (to_child, from_child)]  # never onto one in use
+            os.dup2(copies[0], 3)
+            os.dup2(copies[1], 4)
 
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
                    f"--user-data-dir={folder}", f"--window-size={width},{height}", "--remote-debugging-pipe",

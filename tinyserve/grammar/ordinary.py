@@ -28,7 +28,8 @@ class Ordinary:
         self._tokens = tokens
         self._special = special
         texts = {tokens[index].decode("utf-8", "replace") for index in special if index < len(tokens)} - {""}
-        self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
+        # Without a special token: what is nowhere in a text.
+        self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
         self._ids = {word: index for index, word in enumerate(tokens) if word and index not in special}
 
     def encode(self, text: str) -> list[int]:
