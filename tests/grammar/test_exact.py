@@ -9,7 +9,8 @@ import pytest
 
 from tests.scripted import EOS
 from tinyserve.errors import RequestError
-from tinyserve.grammar.keywords import check_words
+from tinyserve.grammar.apart import Choices
+from tinyserve.grammar.keywords import check_words, schemas
 from tinyserve.structured import StructuredOutputsParams
 
 from .harness import GRAMMARS, takes
@@ -131,6 +132,39 @@ def test_other_words_are_remarks_and_names_are_no_words():
 def test_the_librarys_words_are_put_into_ours(form, told):
     with pytest.raises(RequestError, match=told):
         GRAMMARS.compiled(StructuredOutputsParams(**form).constraint()).result(20)
+
+
+def test_large_choices_are_compared_in_little_time():
+    """1900 times two enums of 10,000 numbers by reference; 64 enums of 600."""
+    enums = {"A": {"enum": list(range(0, 20000, 2))}, "B": {"enum": list(range(1, 20000, 2))}}
+    both = {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}
+    many = {"properties": {str(n): dict(both) for n in range(1900)}, "$defs": enums}
+    began = time.process_time()
+    for schema in (many, {"oneOf": [{"enum": list(range(n * 900, n * 900 + 600))} for n in range(64)]}):
+        choices = Choices(schema)
+        for part in list(schemas(schema)):
+            choices.settle(part)
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("schema", [
+    {"$ref": "#/$defs/S", "$defs": {"S": {"$id": "http://e/s", "$defs": {"A": {"const": 1}, "B": {"const": 1}}, "oneOf":
+     [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}, "A": {"const": 1}, "B": {"const": 2}}},
+    {"oneOf": [{"$ref": "#/$defs/a%62"}, {"$ref": "#/$defs/B"}],
+     "$defs": {"ab": {"const": 1}, "a%62": {"const": 2}, "B": {"const": 1}}},
+])  # fmt: skip
+def test_one_of_behind_names_of_its_own_is_left_alone(schema):
+    with pytest.raises(RequestError, match="oneOf is held only where"):
+        GRAMMARS.compiled(StructuredOutputsParams(json=schema).constraint()).result(20)
+
+
+@pytest.mark.parametrize("schema", [
+    {"$ref": "#foo", "$defs": {"a": {"$anchor": "foo", "type": "string"}}},
+    {"type": "object", "properties": {"x": {"oneOf": [{"const": "a"}, {"const": "b"}]},
+                                      "y": {"$ref": "#/properties/x/oneOf/0"}}, "required": ["x", "y"]},
+])  # fmt: skip
+def test_references_that_the_library_follows_itself(schema):
+    GRAMMARS.compiled(StructuredOutputsParams(json=schema).constraint()).result(20)
 
 
 KIND = {"type": "object", "properties": {"kind": {"const": 1}, "a": {"type": "null"}}, "required": ["kind"]}

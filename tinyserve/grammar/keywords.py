@@ -112,7 +112,7 @@ class _Search:
     """
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._targets = Targets(root)
         self._ends: set[int] = set()
         self._visits = 0
 
@@ -124,7 +124,7 @@ class _Search:
         if id(part) in path:
             return True
         path = path | {id(part)}
-        if "$ref" in part and self.leads_back(target(part["$ref"], self._root), path):
+        if "$ref" in part and self.leads_back(self._targets.of(part["$ref"]), path):
             return True
         if isinstance(part.get("allOf"), list) and any(self.leads_back(each, path) for each in part["allOf"]):
             return True
@@ -135,15 +135,27 @@ class _Search:
         return False
 
 
-def target(reference: Any, root: Any) -> Any:
-    """What a reference within a schema leads to; None: nothing that is found here."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found = root
-    for step in reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", step):
-            found = found[int(step)] if int(step) < len(found) else None
-        else:
-            found = found.get(step) if isinstance(found, dict) else None
-    return found
+class Targets:
+    """What references within a schema lead to; each is followed once."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._found: dict[str, Any] = {}
+
+    def of(self, reference: Any) -> Any:
+        """None: nothing that is found here: another document, an anchor, or a pointer in the writing of URLs."""
+        if not isinstance(reference, str) or "%" in reference or not (reference + "/").startswith("#/"):
+            return None
+        if reference not in self._found:
+            self._found[reference] = self._follow(reference)
+        return self._found[reference]
+
+    def _follow(self, reference: str) -> Any:
+        found = self._root
+        for step in reference[1:].split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", step):
+                found = found[int(step)] if int(step) < len(found) else None
+            else:
+                found = found.get(step) if isinstance(found, dict) else None
+        return found

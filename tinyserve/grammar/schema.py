@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ..errors import RequestError, shown
 from ..structured import Constraint
-from .apart import read_as_any_of
+from .apart import Choices
 from .keywords import ENDLESS, MAX_DEPTH, NOT_ENFORCED, check_words, refuse, schemas
 from .numbers import Wrong, settle
 
@@ -101,11 +101,12 @@ def _prepared(value: Any, constraint: Constraint) -> tuple[str, dict[str, Any]]:
     schema = json.loads(json.dumps(schema))  # a copy of our own, and certainly JSON
     schema.pop("x-guidance", None)
     check_words(schema)
+    choices = Choices(schema)
     for part in schemas(schema):
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]  # which says nothing
         _settle_format(part)
-        read_as_any_of(part, schema)
+        choices.settle(part)
         if constraint.closed and "properties" in part:
             part.setdefault("additionalProperties", False)
         _check_optional(part)
