@@ -188,7 +188,7 @@ def _packed_strips_kernel(
     last = tl.minimum(first + share, tiles)
     ring = ()
     for step in tl.static_range(RING):
-        ring = ring + (  # noqa: RUF005
+        ring = ring + (  # noqa: RUF005 - Triton knows no unpacking with *
             _ahead(codes_ptr, scales_ptr, zeros_ptr, rows, first + step * WARPS + tile, row_elements, G, last, TILE,
                    WIDTH, ZEROS, EVEN),
         )  # fmt: skip
@@ -204,7 +204,7 @@ def _packed_strips_kernel(
             later = ()
             for step in tl.static_range(RING):
                 here = round_at + (RING + step) * WARPS + tile
-                later = later + (  # noqa: RUF005
+                later = later + (  # noqa: RUF005 - as above
                     _ahead(codes_ptr, scales_ptr, zeros_ptr, rows, here, row_elements, G, last, TILE, WIDTH, ZEROS,
                            EVEN),
                 )  # fmt: skip
