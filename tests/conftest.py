@@ -2,6 +2,9 @@
 
 import importlib.util
 import os
+import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +20,20 @@ def pytest_addoption(parser):
     parser.addoption("--storm", type=float, default=3.0, metavar="S", help="seconds of the abort storm")
     parser.addoption("--configs", type=int, default=1, metavar="N", help="of each family, tests/models/test_device.py")
     parser.addoption("--growth", type=int, default=1000, metavar="N", help="requests of the memory test")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Say how a worker died: of the kernel's SIGKILL, say for want of memory, neither it nor xdist leaves a word."""
+    process = getattr(node.gateway._io, "popen", None)  # execnet shows it to nobody; another version may have none
+    if not error or process is None:
+        return
+    try:
+        status = process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        status = "unknown: it still runs"
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+    print(f"\n{node.gateway.id}: exit status {status}; the largest process so far had {most} MiB", file=sys.stderr)
 
 
 def pytest_collection_modifyitems(items):
