@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -126,3 +127,18 @@ async def test_thousands_of_answers_hold_nobody_up(tok):
             writer.close()
         assert size > 4096 * 50
         assert lag.worst < 0.1
+
+
+async def test_the_watch_names_who_held_the_loop():
+    """0.3 s of work in the loop: it was away for that long, and the function is told."""
+
+    def hold():
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+
+    async with watched() as lag:
+        hold()
+        await asyncio.sleep(0.01)
+    assert lag.worst > 0.25
+    assert " in hold" in lag.seen
