@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tinyserve.errors import ConfigError
 from tinyserve.server.serve import Server, open_socket
-from tinyserve.server.spoken import Heard
+from tinyserve.server.spoken import HEADER_BYTES, Heard
 
 from .conftest import FakeEngine, refused, service_of
 
@@ -404,6 +404,15 @@ def test_a_body_that_goes_on_in_tiny_chunks_is_refused(run):
             writer.close()
 
     run(go())
+
+
+def test_blanks_in_a_chunk_without_end_hold_nobody():
+    """60,000 of them behind a semicolon, as an extension that goes on: 5 s, as each may begin a match."""
+    heard = Heard(h11.SERVER, max_incomplete_event_size=HEADER_BYTES)
+    heard.receive_data(CHUNKED + b"1;" + b" " * 60_000)
+    start = time.process_time()
+    assert isinstance(heard.next_event(), h11.Request) and heard.next_event() is h11.NEED_DATA
+    assert time.process_time() - start < 0.3
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -19,7 +19,7 @@ from h11._readers import ChunkedReader
 
 MANY = 2**16  # chunks that may have any size
 LEAST = 16  # bytes of a chunk, on average, of a body with more of them
-_HEAD = re.compile(rb"([0-9a-fA-F]{1,16})(?:;.*?)?[ \t]*\r\n")
+_HEAD = re.compile(rb"([0-9a-fA-F]{1,16})(?:;[^\n]*|[ \t]*)\r\n")  # blanks match in one way only, or many take for ever
 
 
 class Chunks(ChunkedReader):
