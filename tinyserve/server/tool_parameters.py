@@ -27,6 +27,8 @@ _NOTHING = {"type": "const_string", "value": ""}
 MAX_FIRST = 24
 MAX_LENGTH = 10**7  # of a text; no answer is longer
 MAX_CHOICES = 8  # levels of choices that are looked into
+MAX_LOOKED = 256  # schemas and keywords in them; nine references that each lead to nine more are 10**8
+MAX_SHARED = 2**18  # characters of definitions, which are written out for each parameter
 _ABOUT = ("title", "description", "$schema", "$id", "$comment", "additionalProperties")
 _SHARED = ("$defs", "definitions")  # what a property may refer to
 _ANYTHING = r"(.|\n)"
@@ -60,6 +62,7 @@ def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> 
                 raise _not_enforced(name, "a schema without properties")
             return {"type": "regex", "pattern": written.loose} if written.loose else _FREE
         shared = {key: schema[key] for key in _SHARED if key in schema}
+        _check_size(shared, len(schema.get("properties") or {}), name)
         required = _names(schema, name, strict)
         elements = []
         for key, part in (schema.get("properties") or {}).items():
@@ -84,6 +87,17 @@ def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> 
     return {"type": "sequence", "elements": [one if needed else _optional(one) for one, needed in elements]}
 
 
+def _check_size(shared: Schema, count: int, name: str) -> None:
+    """Refuse definitions that would be too long when each of so many parameters has them."""
+    size = count * len(json.dumps(shared, ensure_ascii=False)) if shared else 0
+    if size > MAX_SHARED:
+        raise RequestError(
+            f"tools: the definitions in {name} have {size} characters, written out for each of its {count} parameters "
+            f"as this model writes calls; at most {MAX_SHARED} are allowed.",
+            param="tools",
+        )
+
+
 def _joined(elements: Sequence[tuple[Any, bool]], separator: str, name: str) -> dict[str, Any]:
     """Parameters with a separator between those that are there: any that may be the first, and the rest behind it."""
     between = {"type": "const_string", "value": separator}
@@ -93,13 +107,13 @@ def _joined(elements: Sequence[tuple[Any, bool]], separator: str, name: str) -> 
         rest = range(index + 1, len(elements))
         behind = [later[place] if elements[place][1] else _optional(later[place]) for place in rest]
         firsts.append({"type": "sequence", "elements": [one, *behind]})
+        if len(firsts) > MAX_FIRST:
+            raise RequestError(
+                f"tools: {name} has more than {MAX_FIRST} optional parameters before a required one; list those first.",
+                param="tools",
+            )
         if needed:
             break
-    if len(firsts) > MAX_FIRST:
-        raise RequestError(
-            f"tools: {name} has more than {MAX_FIRST} optional parameters before a required one; list those first.",
-            param="tools",
-        )
     found = {"type": "or", "elements": firsts}
     return found if any(needed for _, needed in elements) else _optional(found)
 
@@ -137,23 +151,31 @@ def _resolved(part: Any, schema: Schema) -> Schema:
     return {}
 
 
-def admits_objects(part: Any, schema: Schema, depth: int = 0) -> bool:
-    """Whether an object can satisfy a schema, as far as its types, values and choices say. Args: schema: the whole."""
-    if not isinstance(part, Mapping) or depth > MAX_CHOICES:
-        return part is not False
-    with contextlib.suppress(TypeError, AttributeError):  # which compiling it will tell
-        part = _resolved(part, schema)
-    types = part.get("type", "object")
-    if types != "object" and not (isinstance(types, list) and "object" in types):
-        return False
-    values = [part["const"]] if "const" in part else part.get("enum")
-    if isinstance(values, list) and not any(isinstance(value, Mapping) for value in values):
-        return False
-    for name, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
-        parts = part.get(name)
-        if isinstance(parts, list) and not enough(admits_objects(each, schema, depth + 1) for each in parts):
+def admits_objects(schema: Schema) -> bool:
+    """Whether an object can satisfy a schema, as far as its types, values and choices say, and that is soon seen."""
+    left = MAX_LOOKED
+
+    def admits(part: Any, depth: int) -> bool:
+        nonlocal left
+        left -= 1
+        if not isinstance(part, Mapping) or depth > MAX_CHOICES or left < 0:
+            return part is not False
+        with contextlib.suppress(TypeError, AttributeError):  # which compiling it will tell
+            part = _resolved(part, schema)
+        left -= len(part)
+        types = part.get("type", "object")
+        if types != "object" and not (isinstance(types, list) and "object" in types):
             return False
-    return True
+        values = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(values, list) and not any(isinstance(value, Mapping) for value in values):
+            return False
+        for name, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+            parts = part.get(name)
+            if isinstance(parts, list) and not enough(admits(each, depth + 1) for each in parts):
+                return False
+        return True
+
+    return admits(schema, 0)
 
 
 def _names(schema: Schema, name: str, strict: bool) -> list[str]:

@@ -197,7 +197,7 @@ def _tool(tool: Any, place: str) -> Mapping[str, Any]:
         raise _wrong(f"{place}.function.name", f"{what}, got {shown(name)}")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _wrong(f"{place}.function.parameters", f"must be a JSON schema, got {shown(parameters)}")
-    if parameters is not None and not admits_objects(parameters, parameters):
+    if parameters is not None and not admits_objects(parameters):
         raise _wrong(f"{place}.function.parameters", f"must be the schema of an object, got {shown(parameters)}")
     return {**tool, "type": kind, "function": {k: v for k, v in function.items() if v is not None}}
 
