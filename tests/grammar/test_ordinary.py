@@ -44,6 +44,12 @@ def test_marks_are_written_with_the_longest_tokens():
     assert blank.encode(" a") == [5] and blank.encode("<s><s>") == [1, 4, 1, 4]
 
 
+def test_what_cannot_be_written_ends_the_ids():
+    """A vocabulary without ">": the ids are those of the beginning, and nothing behind the gap."""
+    encoder = Ordinary(lambda text, **_: [3] * len(text), [b"<s>", b"<", b"s", b"a"], frozenset({0}))
+    assert encoder.encode("a<s>a") == [3, 1, 2]
+
+
 def test_without_special_tokens_a_text_is_encoded_in_one_piece():
     asked = []
     plain = Ordinary(lambda text, **_: asked.append(text) or list(text.encode()), BYTES, frozenset())

@@ -33,27 +33,30 @@ class Ordinary:
         self._ids = {word: index for index, word in enumerate(tokens) if word and index not in special}
 
     def encode(self, text: str) -> list[int]:
-        """Ids whose bytes are those of the text."""
+        """Ids whose bytes are those of the text, or of its beginning: the vocabulary may not have all bytes. The
+        library forces what is here, and asks again."""
         found: list[int] = []
         for number, part in enumerate(self._marks.split(text)):
-            if part:
-                found += self._longest(part.encode()) if number % 2 else self._usual(part)
+            ids, whole = (self._longest if number % 2 else self._usual)(part)
+            found += ids
+            if not whole:
+                break
         return found
 
-    def _usual(self, text: str) -> list[int]:
+    def _usual(self, text: str) -> tuple[list[int], bool]:
         """As the tokenizer has it, unless it adds something, such as a blank before it."""
         found = self._encode(text, add_special_tokens=False)
-        data = text.encode()
-        same = b"".join(self._tokens[index] for index in found) == data
-        return found if same and self._special.isdisjoint(found) else self._longest(data)
+        same = b"".join(self._tokens[index] for index in found) == text.encode()
+        return (found, True) if same and self._special.isdisjoint(found) else self._longest(text)
 
-    def _longest(self, data: bytes) -> list[int]:
-        found, at = [], 0
+    def _longest(self, text: str) -> tuple[list[int], bool]:
+        """The longest tokens, and whether they come to the end of the text."""
+        data, found, at = text.encode(), [], 0
         while at < len(data):
             ends = range(min(len(data), at + LONGEST), at, -1)
             index = next((self._ids[data[at:end]] for end in ends if data[at:end] in self._ids), None)
             if index is None:
-                break  # the vocabulary has not all bytes: the library forces what is here, and asks again
+                return found, False
             found.append(index)
             at += len(self._tokens[index])
-        return found
+        return found, True
