@@ -176,6 +176,24 @@ def test_a_call_and_a_thought_are_blocks():
     assert answer["content"][2]["input"] == {"x": 1} and answer["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ('{"a":99999999999999999999999999999999}', None), (r'{"a":"\ud800"}', None), ('{"a":1e999}', None),
+        ('{"a":1.50, "b": [ ]}', None), ('{"a":NaN}', "{}"), ('{"a":', "{}"), ('{"a":' + "[" * 5000, "{}"),
+    ],
+)  # fmt: skip
+def test_arguments_stay_as_they_were_written(written, sent):
+    """The first two were a 500 for want of a type that holds them, 1e999 became null, and a deep one was a 500 too."""
+    shape = Shape(name="m", model="t", prompt_tokens=1, reader=lambda output: [Part(CALL, written, name="f")])
+    writer = MessageWriter(shape)
+    writer.add(
+        Output(request_id="x", usage=Usage(prompt_tokens=1, completion_tokens=3), finish_reason=FinishReason.STOP)
+    )
+
+    assert b'"input":' + (sent or written).encode() + b"}" in writer.body()
+
+
 def test_the_official_client(run):
     async def go():
         async with (

@@ -146,6 +146,23 @@ def test_aborting_by_id_and_all(run):
     run(go())
 
 
+def test_aborting_what_is_left_of_several_prompts(run):
+    """The first of two prompts has ended: the second one, cmpl-a-1, is ended by the id that its client knows."""
+
+    async def go():
+        async with serving(enable_admin_routes=True) as (client, engine):
+            body = {"prompt": ["x", "y"], "max_tokens": 100}
+            task = asyncio.create_task(client.post("/v1/completions", json=body, headers={"x-request-id": "a"}))
+            while engine.stats().running < 2:
+                await asyncio.sleep(0)
+            assert engine.abort("cmpl-a-0") == 1
+            answer = await client.post("/abort_requests", json={"request_ids": ["cmpl-a"]})
+            assert answer.json() == {"aborted": 1}
+            assert {c["finish_reason"] for c in (await task).json()["choices"]} == {"abort"}
+
+    run(go())
+
+
 def test_forgetting_prefixes(run):
     """40 prompt tokens: 32 are found the second time, none after the reset."""
 

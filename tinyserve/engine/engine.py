@@ -41,6 +41,7 @@ from .look import Look, look
 from .meter import Meter
 from .outputs import BeamSearchOutput
 from .parts import Parts, Phases, load_parts
+from .searches import Meant
 from .streams import Streams
 from .thread import in_own_thread
 
@@ -250,12 +251,11 @@ class Engine:
         """The best `beam_width` answers by total log-probability, best first; see beam.py. options: as of generate."""
         return await search(self, Call(prompt=prompt, **options), params)
 
-    def abort(self, request_id: str | None) -> int:
-        """End the request with this id (None: all), wherever it is; its reader gets what there is and ABORT.
-
-        Returns: how many answers were running (0: unknown or already ended).
+    def abort(self, request_id: str | Meant | None) -> int:
+        """End the request with this id (None: all; or those whose ids a function says yes to), wherever it is; its
+        reader gets what there is and ABORT. Returns: how many answers were running (0: unknown or already ended).
         """
-        return self.streams.abort(request_id)
+        return self.streams.abort(request_id if callable(request_id) else lambda name: request_id in (None, name))
 
     def progress(self, request_id: str) -> tuple[int, int, int] | None:
         """How far a request's prompt is, see Scheduler.progress; None when it is not known (yet)."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from attrs import define, field
 
 Failed = Callable[[], Exception]
+Meant = Callable[[str], bool]  # of a name: is it one of those?
 
 
 @define(eq=False)
@@ -54,9 +55,9 @@ class Searches:
             del self._running[search]
             self._ended()
 
-    def abort(self, name: str | None, error: Failed | None = None) -> list[Search]:
-        """Have the searches called `name` (None: all) end; those that had not been told before."""
-        found = [one for one in self._running if name in (None, one.name) and not one.aborted]
+    def abort(self, meant: Meant, error: Failed | None = None) -> list[Search]:
+        """Have the searches whose names are `meant` end; those that had not been told before."""
+        found = [one for one in self._running if meant(one.name) and not one.aborted]
         for one in found:
             one.aborted, one.error = True, error
         return found

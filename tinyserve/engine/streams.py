@@ -30,7 +30,7 @@ from .backlog import Backlog
 from .intake import Prepared
 from .meter import Meter
 from .pace import Pace
-from .searches import Searches
+from .searches import Meant, Searches
 
 _log = logging.getLogger(__name__)
 _WORK = 128  # units of 5 us or so between two turns of everybody else
@@ -344,15 +344,15 @@ class Streams:
                 stream.put(last if begun else evolve(last, error=error()))
         self._note_empty()
 
-    def abort(self, name: str | None = None, error: Callable[[], Exception] | None = None) -> int:
-        """End every answer of the request called `name` (None: of all requests). Returns how many there were; of a
-        beam search, its beams.
+    def abort(self, meant: Meant = lambda name: True, error: Callable[[], Exception] | None = None) -> int:
+        """End every answer of the requests whose names are `meant`. Returns how many there were; of a beam search, its
+        beams.
 
         error: what those are told that had not begun, beside that they were aborted.
         """
-        streams = {stream: answer.name for answer, stream in self._answers.values() if name in (None, answer.name)}
-        streams |= {stream: "" for stream in self._expecting if name in (None, stream.later.prepared.name)}
-        searches = self.searches.abort(name, error)
+        streams = {stream: answer.name for answer, stream in self._answers.values() if meant(answer.name)}
+        streams |= {stream: "" for stream in self._expecting if meant(stream.later.prepared.name)}
+        searches = self.searches.abort(meant, error)
         count, steps = sum(search.width for search in searches), {search.name for search in searches}
         count += sum(len(one.unfinished) + len(one.later or ()) for one, of in streams.items() if of not in steps)
         for stream in streams:

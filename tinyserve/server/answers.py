@@ -86,7 +86,8 @@ RESPONSE = record(
     incomplete_details=or_null(record(reason="string")),
     output=rows("object", "Items of type message, reasoning and function_call."),
     usage=or_null(record(
-        input_tokens="integer", input_tokens_details=record(cached_tokens="integer"), output_tokens="integer",
+        input_tokens="integer", input_tokens_details=record(cached_tokens="integer", cache_write_tokens="integer"),
+        output_tokens="integer",
         output_tokens_details=record(reasoning_tokens="integer"), total_tokens="integer",
     )),
 )  # fmt: skip

@@ -145,10 +145,16 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
+    """A call's arguments as they were written, as a stream has them: no type has room for every number."""
     try:
-        return json.loads(text)
-    except ValueError:
-        return {}  # the token limit cut it off
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return {}  # the token limit cut it off, or nobody could read it
+    return orjson.Fragment(text)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _event(kind: str, **members: Any) -> bytes:

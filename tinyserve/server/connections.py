@@ -222,9 +222,11 @@ async def _on_wire(app: Any, wire: Wire, scope: Any, receive: Any, send: Any) ->
         return
     request = _Receiver(wire, scope, receive)
     answer = _Sender(wire, request, scope, send)
-    with contextlib.suppress(ConnectionError):
-        await app(scope, request, answer)
-        if answer.held:
-            await answer.finish()
-    if answer.begun and not answer.ended and scope["http_version"] == "1.0":
-        wire.cut()  # the end of a connection is the end of an answer to this client
+    try:
+        with contextlib.suppress(ConnectionError):
+            await app(scope, request, answer)
+            if answer.held:
+                await answer.finish()
+    finally:  # cancelled too, by a server that stops
+        if answer.begun and not answer.ended and scope["http_version"] == "1.0":
+            wire.cut()  # the end of a connection is the end of an answer to this client

@@ -98,17 +98,15 @@ async def abort_requests(request: Request, service: Service) -> Response:
     """End requests by their ids; their readers get what there is, with finish_reason `abort`."""
     engine = allowed(request, service)
     fields = await read_body(request, service.config.server, ABORT)
-    names = fields.items("request_ids", str) or []
-    aborted = sum(_abort(engine, name) for name in names) if names else engine.abort(None)
+    names = set(fields.items("request_ids", str) or [])
+    aborted = engine.abort(lambda name: name in names or _whole(name) in names) if names else engine.abort(None)
     return _json({"aborted": aborted})
 
 
-def _abort(engine: EngineFace, name: str) -> int:
-    """A completions request has one engine request per prompt, named with a number behind."""
-    count, number = engine.abort(name), 0
-    while name.startswith("cmpl-") and (more := engine.abort(f"{name}-{number}")):
-        count, number = count + more, number + 1
-    return count
+def _whole(name: str) -> str:
+    """The id that a client knows: a completions request has one engine request per prompt, with a number behind."""
+    whole, _, number = name.rpartition("-")
+    return whole if name.startswith("cmpl-") and number.isdecimal() else name
 
 
 @facts("Server", "Configuration", answer=answers.INFO, refusals=(400,), query=[

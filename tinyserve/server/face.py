@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import define, field
@@ -62,8 +62,8 @@ class EngineFace(Protocol):
         """The best beams, best first; each has tokens (with the prompt's), answer (text), logprobs, finish_reason."""
         ...
 
-    def abort(self, request_id: str | None) -> int:
-        """End a request, or all of them; how many answers there were."""
+    def abort(self, request_id: str | Callable[[str], bool] | None) -> int:
+        """End a request, or all of them, or those whose ids are meant; how many answers there were."""
         ...
 
     def progress(self, request_id: str) -> tuple[int, int, int] | None:

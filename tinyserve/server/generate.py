@@ -105,8 +105,13 @@ class TokenWriter(ChoiceWriter):
     """Writes the answers of one request, as chunks or as one object."""
 
     def __init__(self, name: str, shape: Shape, stream: StreamOptions, *, details: bool) -> None:
-        counted = {"prompts": [shape.prompt_tokens], "n": shape.n, "details": details}
-        super().__init__({"request_id": name}, **counted, usage=stream.include_usage)
+        super().__init__(
+            {"request_id": name},
+            prompts=[shape.prompt_tokens],
+            n=shape.n,
+            include_usage=stream.include_usage,
+            details=details,
+        )
         self._shape = shape
         self._stream = stream
 

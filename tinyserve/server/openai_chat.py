@@ -221,8 +221,14 @@ class ChatWriter(ChoiceWriter):
             "system_fingerprint": shape.fingerprint,
         }  # fmt: skip
         chunk = {**identity, "object": "chat.completion.chunk"}
-        counted = {"prompts": [len(shape.prompt_ids)], "n": shape.n, "details": details}
-        super().__init__(identity, chunk, **counted, usage=stream.include_usage)
+        super().__init__(
+            identity,
+            chunk,
+            prompts=[len(shape.prompt_ids)],
+            n=shape.n,
+            include_usage=stream.include_usage,
+            details=details,
+        )
         self._tokenizer = tokenizer
         self._shape = shape
         self._stream = stream

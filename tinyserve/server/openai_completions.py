@@ -69,13 +69,13 @@ async def completions(request: Request, service: Service) -> Generation:
     beam = with_form(beam, sampling)
     more = request_options(fields, service)
     prompts = await read(engine, fields, "prompt")
-    answers = beam.beam_width if beam else sampling.n
-    if len(prompts) * answers > MAX_CHOICES:
-        many = f"{len(prompts)} prompts with {answers} answers each"
+    choices = beam.beam_width if beam else sampling.n  # of each prompt
+    if len(prompts) * choices > MAX_CHOICES:
+        many = f"{len(prompts)} prompts with {choices} answers each"
         fields.refuse("n", f"{many} are above the {MAX_CHOICES} allowed choices.")
     shape = Shape(
         prompts=prompts,
-        n=answers,
+        n=choices,
         echo=echo,
         logprobs=sampling.logprobs is not None,
         prompt_logprobs=fields.given("prompt_logprobs"),
@@ -124,7 +124,7 @@ class CompletionWriter(ChoiceWriter):
             "system_fingerprint": shape.fingerprint,
         }  # fmt: skip
         prompts = [len(prompt.ids) for prompt in shape.prompts]
-        super().__init__(identity, prompts=prompts, n=shape.n, usage=stream.include_usage, details=details)
+        super().__init__(identity, prompts=prompts, n=shape.n, include_usage=stream.include_usage, details=details)
         self._tokenizer = tokenizer
         self._shape = shape
         self._stream = stream

@@ -37,10 +37,11 @@ from .sse import Generation
 from .tools import ToolPlan, plan_tools
 
 _ID = [Param("response_id", text(), "The id of a kept response.")]
+_INCLUDE = Param("include", listed(choice(*INCLUDE)), "Accepted; a response shows what it was made with.")
 _FOLLOW = [
     Param("stream", flag(), "Follow its events; only of background responses with stream.", False),
     Param("starting_after", integer(0), "Sequence number of the last event that is known already."),
-    Param("include", listed(choice(*INCLUDE)), "Accepted; a response shows what it was made with."),
+    _INCLUDE,
     Param("include_obfuscation", flag(), "Accepted; it changes no answer.", False),
 ]
 
@@ -127,7 +128,7 @@ async def retrieve(request: Request, service: Service) -> Any:
     query_flag(request, "include_obfuscation")
     for name in ("include", "include[]"):
         for asked in request.query_params.getlist(name):
-            _FOLLOW[2].kind.check([asked], name)
+            _INCLUDE.kind.check([asked], name)
     if not query_flag(request, "stream"):
         return _json(kept.writer.snapshot())
     if kept.run is None or kept.run.events is None:

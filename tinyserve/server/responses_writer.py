@@ -94,7 +94,7 @@ class ResponseWriter:
         usage = self._usage
         return {
             "input_tokens": self._shape.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._shape.thought_tokens()},
             "total_tokens": self._shape.prompt_tokens + usage.completion_tokens,

@@ -292,7 +292,7 @@ class ChoiceWriter:
     Args:
         identity: how the one object begins, and a chunk, if `chunk` is not given.
         prompts: prompt tokens of each prompt.   n: answers to each.
-        usage: whether a stream ends with it.   details: whether cached tokens are reported.
+        include_usage: whether a stream ends with it.   details: whether cached tokens are reported.
     """
 
     def __init__(
@@ -302,19 +302,19 @@ class ChoiceWriter:
         *,
         prompts: Sequence[int],
         n: int,
-        usage: bool,
+        include_usage: bool,
         details: bool,
     ) -> None:
         self._identity = identity
         self._n = n
-        self._told = usage
+        self._include_usage = include_usage
         self._tally = Tally(prompts, details=details)
         self.head = b"data: " + orjson.dumps(chunk or identity)[:-1] + b',"choices":['
         self._choices: dict[int, list[Output]] = {}
 
     def last_events(self) -> bytes:
         """The usage chunk, if asked for, and [DONE]."""
-        if not self._told:
+        if not self._include_usage:
             return DONE
         return self.head + b'],"usage":' + orjson.dumps(self._tally.total()) + b"}\n\n" + DONE
 
