@@ -37,7 +37,7 @@ def test_text_and_native_values_give_the_same_option():
     ("values", "message"),
     [
         ({"max_modle_len": 1}, "did you mean --max-model-len"),
-        ({"tensor_parallel_size": 2}, "does not have yet"),
+        ({"tensor_parallel_size": 2}, "does not have yet: leave it out, or say 1"),
         ({"tensor_paralel_size": 2}, "did you mean --tensor-parallel-size"),
         ({"qqqqqqqqq": 1}, "unknown option"),
         ({"dtype": "bfloat1"}, "Did you mean 'bfloat16'"),
@@ -61,7 +61,7 @@ def test_text_and_native_values_give_the_same_option():
         ({"quantization": "hqq"}, "not built; it may be"),
         ({"api_key": ["k", ""]}, "--api-key is empty"),
         ({"api_key": [" "]}, "--api-key is empty"),
-        ({"model": ""}, "--model is empty"),
+        ({"model": ""}, "--model: is empty"),
     ],
 )
 def test_wrong_options_are_refused_with_a_cure(values, message):

@@ -9,12 +9,14 @@ Before: cli/ (the commands).  After: a shell.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from . import __version__
+from .cli.process import forget_output, reader_left
 from .errors import ConfigError, TinyserveError
 from .options import nearest
 
@@ -30,9 +32,32 @@ COMMANDS = {
 }
 
 
+READER_LEFT = 141  # 128 + SIGPIPE, with which Unix tools end when nobody reads their output any more
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit code: 2 for a wrong option, 1 for a failure."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Run a command.
+
+    Returns: the exit code: 2 for a wrong option, 1 for a failure, 130 after Ctrl-C, 141 when output is not read on.
+    """
+    for stream in (sys.stdin, sys.stdout):  # no letter that a terminal lacks, or that is none, ends a command
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where it can be answered that this fails
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        code = READER_LEFT if isinstance(error, BrokenPipeError) and reader_left() else _told(error, 1)
+        forget_output()
+        return code
+
+
+def _run(argv: list[str]) -> int:
     if argv[:1] in (["--version"], ["-V"]):
         print(f"tinyserve {__version__}")
         return 0
@@ -43,13 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, function, _ = COMMANDS[name]
         return getattr(import_module(f".cli.{module}", __package__), function)(rest)
     except ConfigError as error:
-        print(f"tinyserve: {error}", file=sys.stderr)
-        return 2
+        return _told(error, 2)
     except TinyserveError as error:
+        return _told(error, 1)
+
+
+def _told(error: Exception, code: int) -> int:
+    """Write the error where somebody may read it. Returns: the exit code."""
+    with contextlib.suppress(OSError):
         print(f"tinyserve: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return code
 
 
 def _command(argv: list[str]) -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from attrs import evolve, field, fields_dict, frozen
 
-from .elsewhere import answer_to
+from .elsewhere import answer_to, asks_nothing
 from .errors import ConfigError
 from .options import Flag, flags_of, option, options
 
@@ -82,7 +82,7 @@ class CacheOptions:
     kv_cache_memory_bytes: int | None = option(
         None, "memory for KV blocks, e.g. 2GiB [what is left of the share]", low=1
     )
-    num_gpu_blocks_override: int | None = option(None, "exact number of blocks, for experiments", low=2)
+    num_gpu_blocks_override: int | None = option(None, "exact number of blocks, for experiments", low=2, high=2**31 - 1)
     kv_cache_dtype: Literal[
         "auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head"
     ] = option("auto", "type of cached keys and values; fp8 (which is fp8_e4m3) and int8: half the memory of bfloat16")
@@ -93,7 +93,7 @@ class CacheOptions:
 class SchedulerOptions:
     """What runs in a step."""
 
-    max_num_batched_tokens: int | None = option(None, "tokens a step may compute [by device]", low=1)
+    max_num_batched_tokens: int | None = option(None, "tokens a step may compute [by device]", low=1, high=2**24)
     max_num_seqs: int | None = option(None, "sequences that may run at the same time [by device]", low=1, high=2**16)
     scheduling_policy: Literal["fcfs", "priority"] = option("fcfs", "order of waiting requests")
     enable_chunked_prefill: bool = option(True, "split long prompts over steps")
@@ -126,7 +126,9 @@ class RunnerOptions:
     enforce_eager: bool = option(False, "never use device graphs")
     cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "batch sizes that get a device graph", low=1)
     batch_invariant: bool = option(False, "equal bits for a request whatever shares its batch; slower")
-    cpu_threads: int | None = option(None, "threads for the CPU device [all cores but one, which serves]", low=1)
+    cpu_threads: int | None = option(
+        None, "threads for the CPU device [all cores but one, which serves]", low=1, high=2**12
+    )
 
 
 @options
@@ -136,18 +138,27 @@ class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
     uds: str | None = option(None, "unix socket to listen on, instead of host and port")
-    api_key: tuple[str, ...] = option((), "keys of which a client must send one")
-    root_path: str = option("", "path under which a proxy shows this server")
+    api_key: tuple[str, ...] = option(
+        (), "keys of which a client must send one", form=(r"[!-~ ]*", "be printable ASCII text"), secret=True
+    )
+    root_path: str = option(
+        "", "path under which a proxy shows this server",
+        form=(r"/?[\w.~!$&'()*+,;=:@%-]*(/[\w.~!$&'()*+,;=:@%-]+)*/?", "be a path such as /api"),
+    )  # fmt: skip
     ssl_keyfile: str | None = option(None, "private key file; turns on TLS together with --ssl-certfile")
     ssl_certfile: str | None = option(None, "certificate file")
     ssl_ca_certs: str | None = option(None, "certificates that clients must be signed by")
-    allowed_origins: tuple[str, ...] = option((), "web origins that may call from a browser, e.g. '[\"*\"]'")
+    allowed_origins: tuple[str, ...] = option(
+        (), "web origins that may call from a browser, e.g. '[\"*\"]'",
+        form=(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", "be * or origins without a path, such as https://example.org"),
+    )  # fmt: skip
     allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods for those origins")
     allowed_headers: tuple[str, ...] = option(("*",), "HTTP headers for those origins")
     allow_credentials: bool = option(False, "let browsers send credentials")
     allowed_hosts: tuple[str, ...] = option(
-        (), "names that clients may call this server by, e.g. localhost,*.example.org [any]"
-    )
+        (), "names that clients may call this server by, e.g. localhost,*.example.org [any]",
+        form=(r"[^\s/,@]+", "be names without scheme or path, such as localhost or *.example.org"),
+    )  # fmt: skip
     chat_template: str | None = option(None, "file with a chat template, or the template itself [the model's]")
     chat_template_content_format: Literal["auto", "string", "openai"] = option("auto", "how the template sees content")
     default_chat_template_kwargs: dict = option({}, "JSON with variables for the chat template")
@@ -161,7 +172,10 @@ class ServerOptions:
     enable_force_include_usage: bool = option(False, "send usage in every stream")
     return_tokens_as_token_ids: bool = option(False, "write logprob tokens as token_id:N")
     shutdown_timeout: float = option(15.0, "seconds to let running requests end after SIGTERM or Ctrl-C", low=0.0)
-    metrics_prefix: str = option("tinyserve:", "prefix of metric names; vllm: fits dashboards made for vLLM")
+    metrics_prefix: str = option(
+        "tinyserve:", "prefix of metric names; vllm: fits dashboards made for vLLM",
+        form=(r"[a-zA-Z_:][a-zA-Z0-9_:]*", "be letters, digits, _ and :, and not begin with a digit"),
+    )  # fmt: skip
     sse_keep_alive_interval: float = option(
         15.0, "seconds of silence after which a stream gets a comment, so that proxies keep it open; 0: never", low=0.0
     )
@@ -178,7 +192,10 @@ class LogOptions:
     enable_log_requests: bool = option(False, "log each request's id and parameters")
     max_log_len: int | None = option(None, "characters of a prompt in the log [all]", low=0)
     disable_log_stats: bool = option(False, "no throughput line every ten seconds")
-    otlp_traces_endpoint: str | None = option(None, "URL that takes OpenTelemetry spans over HTTP [none are made]")
+    otlp_traces_endpoint: str | None = option(
+        None, "URL that takes OpenTelemetry spans over HTTP [none are made]",
+        form=(r"https?://[^\s/]+\S*", "begin with http:// or https://"),
+    )  # fmt: skip
 
 
 @frozen(kw_only=True)
@@ -202,7 +219,6 @@ class EngineConfig:
         s, server = self.scheduler, self.server
         longest = self.model.max_model_len
         table = (
-            (not self.model.model, "--model is empty. Name a folder, a hub model, a .gguf file, or leave it out."),
             (not s.enable_chunked_prefill and (longest or 0) > (s.max_num_batched_tokens or 2**63),
              f"without chunked prefill, --max-num-batched-tokens ({s.max_num_batched_tokens}) must be at least "
              f"--max-model-len ({longest}), or long prompts could never run."),
@@ -287,7 +303,8 @@ def build(values: Mapping[str, Any]) -> EngineConfig:
     for name, value in values.items():
         name = name.replace("-", "_")
         if name not in known:
-            raise ConfigError(unknown_option(name))
+            refuse_unknown(name, value)
+            continue
         grouped[known[name].group][name] = value
     return EngineConfig(**{group: cls(**grouped[group]) for group, cls in _GROUPS.items()})
 
@@ -297,12 +314,18 @@ def unknown_option(name: str) -> str:
     return answer_to(name, [flag.name for flag in flags()])
 
 
+def refuse_unknown(name: str, value: Any) -> None:
+    """Pass over an option of vLLM with a value that is what happens anyway. Raises: ConfigError: any other."""
+    if not asks_nothing(name, value):
+        raise ConfigError(unknown_option(name))
+
+
 def environment_values() -> tuple[dict[str, str], list[str]]:
-    """Options set by TINYSERVE_* variables, and the names of such variables that are no option."""
+    """Options set by TINYSERVE_* variables, and the names of such variables that are no option. Empty: not set."""
     by_env = {flag.env: flag.name for flag in flags()}
     values, unknown = {}, []
     for name, text in sorted(os.environ.items()):
-        if not name.startswith("TINYSERVE_"):
+        if not name.startswith("TINYSERVE_") or not text.strip():
             continue
         if name not in by_env:
             unknown.append(name)
@@ -368,5 +391,6 @@ def c_compiler() -> str | None:
 
 
 def client_api_key() -> str | None:
-    """The key that the terminal clients send: the first of TINYSERVE_API_KEY."""
-    return os.environ.get("TINYSERVE_API_KEY", "").split(",")[0].strip() or None
+    """The key that the terminal clients send: the first of TINYSERVE_API_KEY, which is read as the server reads it."""
+    flag = next(flag for flag in flags() if flag.name == "api_key")
+    return next(iter(flag.convert(os.environ.get(flag.env, ""))), None)

@@ -20,12 +20,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from attrs import Attribute, field, fields, frozen
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 _SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _WORDS = re.compile(r"[-_.\s]+")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+MOST = 2**63 - 1  # of a whole number without a limit of its own
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @frozen
@@ -38,6 +39,8 @@ class Flag:
         optional: whether None is a value; it then means "decide automatically" or "none".
         low, high: inclusive range of a number; `above`: exclusive lower bound.
         words: texts that stand for a number, e.g. {"auto": -1}.
+        form: what a text must look like: a regular expression, and the same in words for whoever wrote another.
+        secret: its value is shown nowhere.
         short: a second spelling on the command line, e.g. "-q".
         group: the attribute of EngineConfig that holds it.
     """
@@ -51,6 +54,8 @@ class Flag:
     high: float | None = None
     above: float | None = None
     words: Mapping[str, int] = field(factory=dict)
+    form: tuple[str, str] | None = None
+    secret: bool = False
     short: str | None = None
     group: str = ""
 
@@ -82,8 +87,11 @@ class Flag:
             return self._converted(value)
         except ConfigError:
             raise
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{self.cli}: {error}") from None
+        except (ValueError, TypeError, OverflowError) as error:
+            told = error if not self.secret else f"must {self.form[1]}, or a list of such; its value is not shown"
+            raise ConfigError(f"{self.cli}: {told}") from None
+        except RecursionError:
+            raise ConfigError(f"{self.cli}: brackets are nested too deeply.") from None
 
     def _converted(self, value: Any) -> Any:
         if isinstance(value, str) and value.strip().lower() in self.words:
@@ -94,25 +102,37 @@ class Flag:
             return None
         if self.is_list:
             element = get_args(self.type)[0]
-            return tuple(self._in_range(_one(element, item)) for item in _items(value))
+            return tuple(self._in_range(self._formed(_one(element, item))) for item in _items(value))
         if self.choices:
             return _choice(self.choices, value)
-        return self._in_range(_one(self.type, value))
+        return self._in_range(self._formed(_one(self.type, value)))
+
+    def _formed(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not value.strip() and self.default != "" and not self.is_list:
+            raise ValueError("is empty; give a value, or leave the option out")
+        if "\0" in value:
+            raise ValueError("holds a zero character, which no name or path can")
+        if self.form and value and not re.fullmatch(self.form[0], value):
+            raise ValueError(f"must {self.form[1]}; got {shown(value)}")
+        return value
 
     def _in_range(self, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value in self.words.values():
             return value
         if self.low is not None and value < self.low:
-            raise ValueError(f"must be at least {self.low}, got {value}")
+            raise ValueError(f"must be at least {self.low}, got {shown(value)}")
         if self.above is not None and value <= self.above:
-            raise ValueError(f"must be above {self.above}, got {value}")
-        if self.high is not None and value > self.high:
-            raise ValueError(f"must be at most {self.high}, got {value}")
+            raise ValueError(f"must be above {self.above}, got {shown(value)}")
+        high = MOST if self.high is None and isinstance(value, int) else self.high
+        if high is not None and value > high:
+            raise ValueError(f"must be at most {high}, got {shown(value)}")
         return value
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
-    """Declare one option inside an `options` class. limits: low, high, above, words, short (see Flag)."""
+    """Declare one option inside an `options` class. limits: low, high, above, words, form, secret, short (see Flag)."""
     return field(default=default, metadata={"help": help, "limits": limits})
 
 
@@ -133,14 +153,16 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip().replace("_", ""))
     if not match:
-        raise ValueError(f"must be a whole number such as 4096, 4k or 2GiB, got {text!r}")
+        raise ValueError(f"must be a whole number such as 4096, 4k or 2GiB, got {shown(text)}")
+    if len(text) > 100:
+        raise ValueError(f"has {len(text)} characters, which is no size of anything")
     number, letter, unit = match.groups()
     binary = unit.lower() == "ib" if unit else letter.isupper()
     value = float(number) * (1024 if binary else 1000) ** _POWER[letter.lower()] if "." in number else None
     if value is None:
         return int(number) * (1024 if binary else 1000) ** _POWER[letter.lower()]
     if not value.is_integer():
-        raise ValueError(f"must be a whole number, got {text!r}")
+        raise ValueError(f"must be a whole number, got {shown(text)}")
     return int(value)
 
 
@@ -192,35 +214,35 @@ def _one(kind: Any, value: Any) -> Any:
     if kind is dict:
         return _mapping(value)
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-        raise ValueError(f"must be text, got {value!r}")
+        raise ValueError(f"must be text, got {shown(value)}")
     return str(value)
 
 
 def _boolean(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.strip().lower() in _TRUE + _FALSE:
-        return value.strip().lower() in _TRUE
-    raise ValueError(f"must be true or false, got {value!r}")
+    if isinstance(value, str) and value.strip().lower() in TRUE + FALSE:
+        return value.strip().lower() in TRUE
+    raise ValueError(f"must be true or false, got {shown(value)}")
 
 
 def _integer(value: Any) -> int:
     if isinstance(value, str):
         return parse_size(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"must be a whole number, got {value!r}")
+        raise ValueError(f"must be a whole number, got {shown(value)}")
     return value
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"must be a number, got {value!r}")
+        raise ValueError(f"must be a number, got {shown(value)}")
     try:
         number = float(value)
     except ValueError:
-        raise ValueError(f"must be a number, got {value!r}") from None
+        raise ValueError(f"must be a number, got {shown(value)}") from None
     if not math.isfinite(number):
-        raise ValueError(f"must be a finite number, got {value!r}")
+        raise ValueError(f"must be a finite number, got {shown(value)}")
     return number
 
 
@@ -229,9 +251,9 @@ def _mapping(value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"must be a JSON object, got {value!r} ({error})") from None
+            raise ValueError(f"must be a JSON object, got {shown(value)} ({error})") from None
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be an object of names and values, got {value!r}")
+        raise ValueError(f"must be an object of names and values, got {shown(value)}")
     return dict(value)
 
 
@@ -239,21 +261,30 @@ def _items(value: Any) -> list[Any]:
     """The elements of a list option: a list, a JSON list as text, or texts separated by commas."""
     if isinstance(value, str):
         if value.lstrip().startswith("["):
-            return list(json.loads(value))
+            return _json_list(value)
         if value.lstrip().startswith("{"):  # an object has commas of its own
             return [value]
         return [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, (int, float)):
         return [value]
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"must be a list, got {shown(value)}")
     items = list(value)
     if len(items) == 1 and isinstance(items[0], str) and items[0].lstrip().startswith("["):
-        return list(json.loads(items[0]))
+        return _json_list(items[0])
     return items
+
+
+def _json_list(text: str) -> list[Any]:
+    try:
+        return list(json.loads(text))
+    except ValueError as error:
+        raise ValueError(f"begins like a JSON list, but is none: {shown(text)} ({error})") from None
 
 
 def _choice(choices: tuple[str, ...], value: Any) -> str:
     if value in choices:
         return value
-    close = nearest(str(value), choices)
+    close = nearest(value, choices) if isinstance(value, str) else None
     hint = f" Did you mean {close!r}?" if close else ""
-    raise ValueError(f"must be one of {', '.join(choices)}; got {value!r}.{hint}")
+    raise ValueError(f"must be one of {', '.join(choices)}; got {shown(value)}.{hint}")

@@ -78,6 +78,8 @@ def _script(name: str, argv: Sequence[str]) -> int:
     try:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as done:
+        if isinstance(done.code, str):
+            raise ConfigError(done.code) from None
         return int(done.code or 0)
     finally:
         sys.argv = before

@@ -1,41 +1,82 @@
 """`tinyserve chat` and `tinyserve complete`: talk to a running server from a terminal, with the answer streamed.
 
-Before: any server that speaks OpenAI's API.  After: a person.
+    python -m tinyserve chat --url http://host:8000/v1 --api-key KEY
+    python -m tinyserve chat --url unix:/run/tinyserve.sock
+
+Before: parse.py; any server that speaks OpenAI's API.  After: a person.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 from collections.abc import Iterator, Sequence
-from http.client import HTTPException
+from functools import partial
+from http.client import HTTPConnection, HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.error import HTTPError
+from urllib.request import HTTPHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from ..config import client_api_key
 from ..errors import ConfigError, EngineError
+from .parse import Parser
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt, /exit or Ctrl-D leaves."
 TIMEOUT = 600.0  # seconds without a byte; a busy server may queue a request for long
+# What moves a terminal's cursor, or worse, is shown as a box: it may come from a server that somebody else runs.
+CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+
+
+class _UnixConnection(HTTPConnection):
+    def __init__(self, path: str, host: str, timeout: float) -> None:
+        super().__init__(host, timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class _OverUnix(HTTPHandler):
+    """Sends requests to a socket in the file system, whatever host they name."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, request: Request) -> Any:
+        return self.do_open(partial(_UnixConnection, self._path), request)
 
 
 class Client:
-    """A minimal client of one server. Args: url: up to and including /v1.   model: None takes the first one served."""
+    """A minimal client of one server.
+
+    Args: url: up to and including /v1, or unix:PATH.   model: None takes the first one served.
+    """
 
     def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
-        self._url = url.rstrip("/")
+        self._shown = url.rstrip("/")
+        self._url, self._opener = _reached(self._shown)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise ConfigError("--api-key must be printable ASCII text: a header carries it.")
             self._headers["Authorization"] = f"Bearer {api_key}"
-        if not self._url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url must begin with http:// or https://, got {url!r}.")
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
-        with self._open("models", None) as response:
-            return json.load(response)["data"][0]["id"]
+        try:
+            with self._open("models", None) as response:
+                return str(json.load(response)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise EngineError(
+                f"{self._shown} does not answer as OpenAI's API does; is it the address of /v1?"
+            ) from None
+        except (OSError, HTTPException) as error:
+            raise EngineError(f"the connection to the server broke: {error}") from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed answer. Raises: EngineError: the server refused, failed or went away."""
@@ -48,9 +89,11 @@ class Client:
                     if not line.startswith(b"data: "):
                         continue
                     chunk = json.loads(line.removeprefix(b"data: "))
-                    if "error" in chunk:
-                        raise EngineError(chunk["error"]["message"])
+                    if not isinstance(chunk, dict) or "error" in chunk:
+                        raise EngineError(_message(line.removeprefix(b"data: ")))
                     yield chunk
+        except ValueError:
+            raise EngineError(f"{self._shown} does not answer as OpenAI's API does") from None
         except (OSError, HTTPException) as error:
             raise EngineError(f"the connection to the server broke: {error}") from None
         raise EngineError("the connection to the server ended before the answer did")
@@ -58,19 +101,43 @@ class Client:
     def _open(self, path: str, body: bytes | None) -> Any:
         """Send a request and return the response, to be read piece by piece."""
         try:
-            return urlopen(Request(f"{self._url}/{path}", body, self._headers), timeout=TIMEOUT)
+            return self._opener.open(Request(f"{self._url}/{path}", body, self._headers), timeout=TIMEOUT)
         except HTTPError as error:
-            raise EngineError(f"the server answered {error.code}: {_message(error.read())}") from None
-        except (URLError, OSError) as error:
+            text = f"the server answered {error.code}: {_message(error.read())}"
+            raise EngineError(text + _cure(error.code, self._shown, "Authorization" in self._headers)) from None
+        except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise EngineError(f"no server answers at {self._url} ({reason}). Start one: python -m tinyserve") from None
+            raise EngineError(
+                f"no server answers at {self._shown} ({reason}). Start one: python -m tinyserve"
+            ) from None
+
+
+def _reached(url: str) -> tuple[str, OpenerDirector]:
+    """The address to ask, and what sends requests there. Raises: ConfigError: it is none."""
+    if url.startswith("unix:"):
+        path = url.removeprefix("unix:")
+        return "http://localhost/v1", build_opener(ProxyHandler({}), _OverUnix(path.removeprefix("//")))
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url must begin with http://, https:// or unix:, got {url!r}.")
+    return url, build_opener()
 
 
 def _message(body: bytes) -> str:
+    """What a refusal says: OpenAI's error object, or whatever else there is."""
     try:
-        return json.loads(body)["error"]["message"]
+        return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")
+        return " ".join(body[:200].decode("utf-8", "replace").split())
+
+
+def _cure(status: int, url: str, with_key: bool) -> str:
+    """What to do about a refusal, where that is known."""
+    if status == 401:
+        another = "another" if with_key else "its"
+        return f" Give {another} key with --api-key KEY, or set TINYSERVE_API_KEY."
+    if status == 404 and not url.endswith("/v1") and not url.startswith("unix:"):
+        return f" The address mostly ends with /v1: --url {url}/v1"
+    return ""
 
 
 def run_chat(argv: Sequence[str]) -> int:
@@ -80,9 +147,9 @@ def run_chat(argv: Sequence[str]) -> int:
     parser.add_argument("question", nargs="?", help="ask this, print the answer and leave")
     options = parser.parse_args(argv)
     client = Client(options.url, options.api_key or client_api_key(), options.model_name)
-    question = options.quick or options.question
+    question = options.quick if options.quick is not None else options.question
     conversation = Conversation(client, options.system_prompt, _limits(options))
-    if question:
+    if question is not None:
         conversation.ask(question)
         return 0
     print(f"Chatting with {client.model}. {HELP}")
@@ -99,12 +166,11 @@ def run_complete(argv: Sequence[str]) -> int:
     parser.add_argument("text", nargs="?", help="continue this and leave")
     options = parser.parse_args(argv)
     client = Client(options.url, options.api_key or client_api_key(), options.model_name)
-    text = options.quick or options.text
-    for prompt in [text] if text else _lines("\ncontinue> "):
+    text = options.quick if options.quick is not None else options.text
+    for prompt in [text] if text is not None else _lines("\ncontinue> "):
         if prompt == "/exit":
             break
-        _show(c["text"] for chunk in client.stream("completions", {"prompt": prompt, **_limits(options)})
-              for c in chunk["choices"])  # fmt: skip
+        _show(choice.get("text") for choice in _choices(client, "completions", {"prompt": prompt, **_limits(options)}))
     return 0
 
 
@@ -126,11 +192,8 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         try:
             body = {"messages": self.messages, **self._limits}
-            answer = _show(
-                c["delta"].get("content") or ""
-                for chunk in self._client.stream("chat/completions", body)
-                for c in chunk["choices"]
-            )
+            choices = _choices(self._client, "chat/completions", body)
+            answer = _show((choice.get("delta") or {}).get("content") for choice in choices)
         except BaseException:
             self.messages.pop()
             raise
@@ -156,19 +219,24 @@ def _obey_or_ask(conversation: Conversation, line: str) -> None:
             print("\n(stopped)")
 
 
-def _show(pieces: Iterator[str]) -> str:
+def _choices(client: Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for chunk in client.stream(path, body):
+        yield from chunk.get("choices") or ()
+
+
+def _show(pieces: Iterator[str | None]) -> str:
     """Print pieces as they come; return them joined."""
-    found = []
-    for piece in pieces:
+    found, terminal = [], sys.stdout is not None and sys.stdout.isatty()
+    for piece in filter(None, pieces):
         found.append(piece)
-        print(piece, end="", flush=True)
+        print(piece.translate(CONTROLS) if terminal else piece, end="", flush=True)
     print()
     return "".join(found)
 
 
 def _lines(prompt: str) -> Iterator[str]:
     """Lines that are not empty, until the end of input or Ctrl-C at the prompt."""
-    while True:
+    while sys.stdin is not None:
         try:
             line = input(prompt if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
@@ -184,16 +252,11 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"tinyserve {command}", description=description)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="address of the server [%(default)s]")
+    parser = Parser(prog=f"tinyserve {command}", description=description)
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="address of /v1, or unix:PATH [%(default)s]")
     parser.add_argument("--api-key", metavar="KEY", help="key of the server [TINYSERVE_API_KEY]")
     parser.add_argument("--model-name", metavar="NAME", help="model to ask [the first one served]")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this, print the answer and leave")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy [the model's own]")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)

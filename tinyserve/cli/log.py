@@ -71,7 +71,7 @@ class _BesideBars(logging.StreamHandler):
 
 def set_up(options: LogOptions) -> None:
     """Send tinyserve's log to stderr in the chosen format; other libraries from WARNING up."""
-    handler = _BesideBars(sys.stderr)
+    handler = logging.NullHandler() if sys.stderr is None else _BesideBars(sys.stderr)
     handler.setFormatter(_Json() if options.log_format == "json" else _Text())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("tinyserve").setLevel(options.log_level.upper())

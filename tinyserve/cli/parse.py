@@ -2,23 +2,27 @@
 
 The parser is generated from the declarations in config.py. It also takes what vLLM's does: underscores for dashes,
 `--flag.key value` for one key of an object option, and the model as first argument. A wrong name is answered with the
-nearest right one, and a flag of vLLM that tinyserve lacks is refused by name rather than guessed at.
+nearest right one, and a flag of vLLM that tinyserve lacks is refused by name rather than guessed at, unless its value
+asks for what happens anyway (`-tp 1`).
 
-Before: config.py, options.py.  After: serve.py, plan.py.
+Before: config.py, options.py, elsewhere.py.  After: serve.py, plan.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
 import shutil
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config import EngineConfig, build, environment_values, flags, unknown_option
-from ..errors import ConfigError
-from ..options import Flag
+from ..config import EngineConfig, build, environment_values, flags, refuse_unknown, unknown_option
+from ..elsewhere import asks_nothing, is_switch, name_elsewhere
+from ..errors import ConfigError, shown
+from ..options import FALSE, TRUE, Flag
 
 logger = logging.getLogger("tinyserve.cli")
 
@@ -32,11 +36,16 @@ Each option is also an environment variable, TINYSERVE_MAX_MODEL_LEN=4k, and a k
 The command line wins over the environment, the environment over the file."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError in the place of printing the usage of seventy flags."""
+# What Kubernetes sets in every pod beside a service of our name: TINYSERVE_SERVICE_HOST, TINYSERVE_PORT_80_TCP_ADDR ...
+_OF_KUBERNETES = re.compile(r"TINYSERVE_(SERVICE|PORT)_.*")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError in the place of printing the usage, which for a server is seventy flags."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        """Raises: ConfigError."""
+        raise ConfigError(f"{message.rstrip('.')}.")
 
 
 def read_config(argv: Sequence[str], prog: str, description: str) -> EngineConfig:
@@ -59,7 +68,9 @@ def read_config(argv: Sequence[str], prog: str, description: str) -> EngineConfi
         line["model"] = positional
     environment, unknown = environment_values()
     for name in unknown:
-        logger.warning("environment variable %s is no option of tinyserve and is ignored", name)
+        if not _OF_KUBERNETES.fullmatch(name):
+            hint = unknown_option(name.removeprefix("TINYSERVE_").lower())
+            logger.warning("the environment variable %s is ignored: %s", name, hint)
     values = _checked(_from_file(file), f"{file}") if file else {}
     values |= _checked(environment, "environment")
     values |= _checked(_with_dotted(_with_lists(line), dotted), None)
@@ -74,7 +85,7 @@ def _with_lists(line: dict[str, Any]) -> dict[str, Any]:
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """The parser of all options, in groups."""
     width = min(shutil.get_terminal_size().columns, 130)
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage=f"{prog} [MODEL] [options]",
         description=description,
@@ -119,53 +130,112 @@ def _metavar(flag: Flag) -> str:
 
 
 def _normalised(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str], str]]]:
-    """Flags with dashes, and the dotted ones taken out: (option, path inside it, value)."""
-    objects = {flag.cli for flag in flags() if flag.type is dict}
+    """Flags with dashes and as the parser takes them, and the dotted ones taken out: (option, path inside it, value).
+
+    Raises: ConfigError: a flag of vLLM that asks for something else than what happens anyway.
+    """
+    known = {flag.cli: flag for flag in flags()}
     plain: list[str] = []
     dotted: list[tuple[str, list[str], str]] = []
-    rest = iter(argv)
-    for text in rest:
+    rest = deque(argv)
+    while rest:
+        text = rest.popleft()
+        if text == "--":
+            plain += [text, *rest]
+            break
+        if re.fullmatch(r"-O\d", text):
+            text = f"-O={text[2:]}"
         name, equals, value = text.partition("=")
-        if not name.startswith("--") or text == "--":
+        if name.startswith("-") and (theirs := name_elsewhere(name)):
+            _pass_over(theirs, name, value if equals else None, rest)
+            continue
+        if not name.startswith("--"):
             plain.append(text)
             continue
         option, *path = name.split(".")
         option = "--" + option[2:].replace("_", "-")
-        if path and option in objects:
-            value = value if equals else next(rest, None)
-            if value is None:
-                raise ConfigError(f"{name}: a value is needed.")
-            dotted.append((option[2:].replace("-", "_"), path, value))
+        flag = known.get(option)
+        if path and flag is not None and flag.type is dict:
+            if not (equals or rest) or not all(path):
+                raise ConfigError(f"{name}: a value is needed." if all(path) else f"{name}: a key is missing.")
+            dotted.append((flag.name, path, value if equals else rest.popleft()))
         else:
-            plain.append(".".join([option, *path]) + equals + value)
+            plain.append(_with_value(".".join([option, *path]), value if equals else None, flag, rest))
     return plain, dotted
 
 
-def _with_dotted(line: dict[str, Any], dotted: Iterable[tuple[str, list[str], str]]) -> dict[str, Any]:
-    import yaml
+def _pass_over(theirs: str, name: str, value: str | None, rest: deque[str]) -> None:
+    """Take an option of vLLM and its value from the command line. Raises: ConfigError: it would change something."""
+    follows = rest[0].lower() if rest and not rest[0].startswith("-") else None
+    if is_switch(theirs):
+        negative = name.startswith(("--no-", "--no_"))
+        if value is None:
+            value = rest.popleft() if follows in TRUE + FALSE else "true"
+        value = str((value.lower() in TRUE) != negative)
+    elif value is None and follows is not None:
+        value = rest.popleft()
+    if value is None or not asks_nothing(theirs, value):
+        raise ConfigError(unknown_option(name))
 
+
+def _with_value(option: str, value: str | None, flag: Flag | None, rest: deque[str]) -> str:
+    """The option as one word: a switch as --name or --no-name, a negative number bound to its name."""
+    follows = rest[0] if rest else ""
+    if flag is not None and flag.type is bool:
+        if value is None and follows.lower() in TRUE + FALSE:
+            value = rest.popleft()
+        return option if value is None or flag.convert(value) else f"--no-{option[2:]}"
+    if option.startswith("--no-") and (value is not None or follows.lower() in TRUE + FALSE):
+        raise ConfigError(f"{option} takes no value: leave out {shown(follows if value is None else value)}.")
+    if value is None and flag is not None and not flag.is_list and re.match(r"-\d", follows):
+        value = rest.popleft()
+    return option if value is None else f"{option}={value}"
+
+
+def _with_dotted(line: dict[str, Any], dotted: Iterable[tuple[str, list[str], str]]) -> dict[str, Any]:
     known = {flag.name: flag for flag in flags()}
     for name, path, text in dotted:
         target = line[name] = known[name].convert(line.get(name, {}))
+        where = f"{known[name].cli}.{'.'.join(path)}"
         for key in path[:-1]:
             target = target.setdefault(key, {})
             if not isinstance(target, dict):
-                raise ConfigError(f"{known[name].cli}.{'.'.join(path)}: {key} already has a value.")
-        target[path[-1]] = yaml.safe_load(text)
+                raise ConfigError(f"{where}: {key} already has a value.")
+        target[path[-1]] = _yaml(text, where)
     return line
 
 
-def _from_file(path: str) -> Mapping[str, Any]:
+def _yaml(text: str, where: str) -> Any:
+    """A value as YAML reads it. Raises: ConfigError: it cannot be read, in one line; a name stands there twice."""
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        tree = yaml.compose(text, yaml.SafeLoader)
+        if isinstance(tree, yaml.MappingNode):
+            names = [str(key.value).replace("-", "_") for key, _ in tree.value]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise ConfigError(f"{where}: {twice} stands there twice.")
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError(f"{where}: brackets are nested too deeply.") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}.") from None
+
+
+def _from_file(path: str) -> Mapping[str, Any]:
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: is no text in UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}.") from None
+    values = _yaml(text, f"--config {path}")
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise ConfigError(f"--config {path}: must hold options by name, got {type(values).__name__}.")
+        raise ConfigError(f"--config {path}: must hold options by name, such as port: 8000; got {shown(values)}.")
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
@@ -176,12 +246,13 @@ def _checked(values: Mapping[str, Any], source: str | None) -> dict[str, Any]:
     for name, value in values.items():
         try:
             if name not in known:
-                raise ConfigError(unknown_option(name))
+                refuse_unknown(name, value)
+                continue
             checked[name] = known[name].convert(value)
             if name == "api_key" and not checked[name] and source != "environment":  # where empty means not set
                 raise ConfigError("--api-key is empty: everybody could ask. Set it, or leave the option out.")
         except ConfigError as error:
-            where = known[name].env if source == "environment" else source
+            where = known[name].env if source == "environment" else source  # no name of the environment is unknown
             raise ConfigError(f"{where}: {error}" if where else str(error)) from None
     return checked
 
@@ -192,5 +263,5 @@ def chosen(config: EngineConfig) -> dict[str, Any]:
     for flag in flags():
         value = getattr(getattr(config, flag.group), flag.name)
         if value != flag.default:
-            found[flag.name] = "***" if flag.name == "api_key" else value
+            found[flag.name] = "***" if flag.secret else value
     return found

@@ -30,6 +30,7 @@ from typing import Any
 from ..config import hub_offline
 from ..errors import CheckpointError, ConfigError
 from ..options import format_bytes
+from .parse import Parser
 
 SHARD_BYTES = 4 << 30
 WEIGHTS = (
@@ -82,9 +83,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line. Raises: ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="tinyserve quantize", description=__doc__.splitlines()[0], exit_on_error=False, allow_abbrev=False
-    )
+    parser = Parser(prog="tinyserve quantize", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("model", help="folder or hub name of a checkpoint of plain numbers")
     parser.add_argument("out", type=Path, help="folder to write; made if it is not there")
     parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), default="fp8", help="default: %(default)s")
@@ -95,8 +94,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     try:
         found = parser.parse_args(list(argv))
         re.compile(found.skip or "")
-    except (argparse.ArgumentError, re.error) as error:
-        raise ConfigError(f"tinyserve quantize: {error}") from None
+    except (re.error, RecursionError) as error:
+        raise ConfigError(f"--skip {found.skip}: no regular expression ({error}).") from None
     if found.group_size < 16 or found.group_size % 16:
         raise ConfigError(f"--group-size {found.group_size} is no multiple of 16.")
     if found.calibrate is not None and found.scheme != "int4":

@@ -1,6 +1,6 @@
 """`tinyserve collect-env`: what to paste into a bug report.
 
-Before: device.py.  After: the reader of the report.
+Before: device.py, parse.py.  After: the reader of the report.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .. import __version__
+from .parse import Parser
 
 PACKAGES = (
     "torch", "triton", "numpy", "attrs", "anyio", "starlette", "hypercorn", "orjson", "jinja2", "safetensors",
@@ -20,10 +21,12 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def run(_argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Print the report."""
-    width = max(len(name) for name, _ in facts())
-    for name, value in facts():
+    Parser(prog="tinyserve collect-env", description="Print versions and devices for a bug report.").parse_args(argv)
+    found = list(facts())
+    width = max(len(name) for name, _ in found)
+    for name, value in found:
         print(f"{name:<{width}}  {value}")
     return 0
 
@@ -56,7 +59,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         import torch
 
         from ..device import Device
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # a library of the system is missing or of another version
         yield "device", f"torch cannot be imported: {error}"
         return
     device = Device.pick("auto")

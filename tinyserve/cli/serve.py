@@ -12,25 +12,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any
 
 from .. import __version__
-from ..config import EngineConfig, prepare_cpu_environment
+from ..config import EngineConfig, ServerOptions, prepare_cpu_environment
 from ..errors import TinyserveError
 from ..server.face import Service
 from ..server.serve import Server, open_socket
 from . import log
 from .parse import chosen, read_config
-from .process import SWITCH_INTERVAL, allow_files, keep_loaded
+from .process import SWITCH_INTERVAL, Signals, allow_files, forget_output, keep_loaded, leave_soon
 
 logger = logging.getLogger("tinyserve.serve")
-LEAVE_SECONDS = 0.5  # for a model that loads to give up by itself, when a signal came
 
 
 def run(argv: Sequence[str]) -> int:
@@ -50,7 +47,7 @@ async def _serve(config: EngineConfig) -> int:
         logger.info("options: %s", ", ".join(f"{name}={value}" for name, value in different.items()))
     service = Service(config)
     server = Server(service, open_socket(config.server))
-    signals = _Signals()
+    signals = Signals()
     await server.start()
     logger.info("listening on %s; requests get 503 until the model is loaded", server.address)
     loading = asyncio.create_task(_load(config))
@@ -58,11 +55,12 @@ async def _serve(config: EngineConfig) -> int:
     try:
         await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            _leave_soon()
+            logger.info("stopped while loading the model")
+            leave_soon(0)
             return 0
         service.engine = engine = await loading
         keep_loaded()
-        print(_welcome(server.address, service, time.perf_counter() - start), flush=True)
+        _greet(_welcome(server.address, service, time.perf_counter() - start))
         return await _until_stopped(engine, server, stopped)
     except TinyserveError as error:
         logger.error("%s", error)
@@ -71,20 +69,6 @@ async def _serve(config: EngineConfig) -> int:
         loading.cancel()
         stopped.cancel()
         await server.stop(config.server.shutdown_timeout if service.engine else 0.0)
-
-
-def _leave_soon() -> None:
-    """End the process although a thread still loads: Python would wait for it, and it may be inside a download."""
-
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-    logger.info("stopped while loading the model")
-    timer = threading.Timer(LEAVE_SECONDS, leave)
-    timer.daemon = True
-    timer.start()
 
 
 async def _load(config: EngineConfig) -> Any:
@@ -111,43 +95,78 @@ async def _until_stopped(engine: Any, server: Server, stopped: asyncio.Task[Any]
     return 1
 
 
-class _Signals:
-    """The first SIGTERM or SIGINT sets an event; the second one kills as usual."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._received)
-
-    def _received(self) -> None:
-        self.first.set()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
+def _greet(text: str) -> None:
+    """Print it. A server serves, also where nobody reads what it prints."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        logger.warning("standard output takes nothing (%s); the greeting is not shown", error.strerror)
+        forget_output()
 
 
 def _welcome(address: str, service: Service, seconds: float) -> str:
-    """What to try, once the server is ready."""
+    """What to try, once the server is ready: each line works as it is pasted, but for a key, which is not shown."""
     engine, options = service.engine, service.config.server
-    name = engine.served_names[0]
-    url = "http://localhost" if options.uds else address
-    socket = f" --unix-socket {options.uds}" if options.uds else ""
-    key = " -H 'Authorization: Bearer <key>'" if options.api_key else ""
+    name, url = engine.served_names[0], _url(address, options)
     question = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    socket = f" --unix-socket {quote(options.uds)}" if options.uds else ""
+    key = " -H 'Authorization: Bearer <key>'" if options.api_key else ""
     browser = "" if options.uds else f"Chat in a browser: {url}/    Reference: {url}/docs\n\n"
-    shown_key = "<key>" if options.api_key else "none"
+    arguments = f'base_url="{url}/v1", api_key="{"<key>" if options.api_key else "none"}"'
+    imports = "from openai import OpenAI"
+    if options.uds:
+        imports = f"import httpx\n  {imports}"
+        arguments += f",\n    http_client=httpx.Client(transport=httpx.HTTPTransport(uds={json.dumps(options.uds)}))"
     return f"""
-Ready in {seconds:.1f} s: {name}, context {engine.max_model_len} tokens, at {address}
+Ready in {seconds:.1f} s: {log.printable(name)}, context {engine.max_model_len} tokens, at {address}
 
 {browser}Try:
-  curl{socket} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
-    -d '{json.dumps(question)}'
+  curl{socket} {quote(f"{url}/v1/chat/completions")}{key} -H 'Content-Type: application/json' \\
+    -d {quote(json.dumps(question))}
 
-  from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="{shown_key}")
-  answer = client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello!"}}])
+  {imports}
+  client = OpenAI({arguments})
+  answer = client.chat.completions.create(
+    model={json.dumps(name)}, messages=[{{"role": "user", "content": "Hello!"}}])
   print(answer.choices[0].message.content)
+{_terminal(address, url, options)}{_remarks(options)}"""
 
-  python -m tinyserve chat --url {url}/v1
-"""
+
+def _url(address: str, options: ServerOptions) -> str:
+    """Where clients find this server, under a name to which it answers."""
+    scheme = "https" if options.ssl_certfile else "http"
+    named = [host for host in options.allowed_hosts if "*" not in host]
+    if options.uds:
+        return f"{scheme}://{named[0] if named else 'localhost'}"
+    host, _, port = address.partition("://")[2].rpartition(":")
+    if "*" in options.allowed_hosts or not named or host.strip("[]") in (each.strip("[]") for each in named):
+        return address
+    name = named[0]
+    if name.count(":") > 1 and not name.startswith("["):
+        name = f"[{name}]"
+    return (
+        f"{scheme}://{name}" if name.rpartition(":")[2].isdigit() and "[" not in name else f"{scheme}://{name}:{port}"
+    )
+
+
+def _terminal(address: str, url: str, options: ServerOptions) -> str:
+    """How to chat from a terminal: nothing where it cannot, as it has no certificate to show."""
+    if options.ssl_ca_certs or (options.uds and (options.ssl_certfile or options.allowed_hosts)):
+        return ""
+    key = " --api-key '<key>'" if options.api_key else ""
+    return f"\n  python -m tinyserve chat --url {quote(address if options.uds else f'{url}/v1')}{key}\n"
+
+
+def _remarks(options: ServerOptions) -> str:
+    """What a line above cannot hold."""
+    lines = []
+    if options.api_key:
+        lines.append("<key>: one that this server was given; chat reads it from TINYSERVE_API_KEY, too.")
+    if options.ssl_certfile:
+        lines.append("TLS: ask under the certificate's name. If no authority that this machine knows has signed it:")
+        lines.append(
+            f"  curl --cacert {quote(options.ssl_certfile)}; for Python, SSL_CERT_FILE={quote(options.ssl_certfile)}"
+        )
+    if options.ssl_ca_certs:
+        lines.append("Clients need a certificate of their own: curl --cert FILE --key FILE.")
+    return "".join(f"\n{line}" for line in lines) + ("\n" if lines else "")
