@@ -62,11 +62,95 @@ def test_text_and_native_values_give_the_same_option():
         ({"api_key": ["k", ""]}, "--api-key is empty"),
         ({"api_key": [" "]}, "--api-key is empty"),
         ({"model": ""}, "--model: is empty"),
+        ({"host": " "}, "--host: is empty"),  # it listened on every address
+        ({"uds": ""}, "--uds: is empty"),
+        ({"metrics_prefix": "a b"}, "--metrics-prefix: must be letters"),
+        ({"root_path": "//evil.example.org"}, "such as /api"),
+        ({"allowed_hosts": "http://a/"}, "without scheme"),
+        ({"allowed_origins": "example.org"}, "https://example.org"),
+        ({"otlp_traces_endpoint": "collector:4318"}, "begin with http"),
+        ({"revision": "a\0b"}, "zero character"),
+        ({"watermark": 10**400}, "--watermark: int too large"),
+        ({"port": 10**5000}, "--port: must be at most 65535, got an integer of 16610 bits"),
+        ({"max_body_bytes": "9" * 5000}, "--max-body-bytes: has 5000 characters"),
+        ({"max_num_queued_tokens": 2**63}, "--max-num-queued-tokens: must be at most 9223372036854775807"),
+        ({"hf_overrides": "[" * 100_000}, "--hf-overrides: brackets"),
+        ({"served_model_name": "[" * 100_000}, "--served-model-name: brackets"),
+        ({"served_model_name": '["a'}, "a JSON list, but is none"),
+        ({"served_model_name": {"a": 1}}, "--served-model-name: must be a list"),  # it was called a
+        ({"lora_modules": 1.5j}, "--lora-modules: must be a list"),
     ],
 )
 def test_wrong_options_are_refused_with_a_cure(values, message):
     with pytest.raises(ConfigError, match=message):
         config.build(values)
+
+
+@pytest.mark.parametrize("key", ["[s3cret", "s3cret\n2", ["s3cret", {"s3cret": 1}], "s3crét"])
+def test_a_wrong_key_is_refused_and_not_shown(key):
+    with pytest.raises(ConfigError, match="--api-key: must be printable ASCII") as caught:
+        config.build({"api_key": key})
+    assert "s3c" not in str(caught.value)
+
+
+def test_a_large_value_is_told_in_a_line():
+    """An alias of YAML makes 2**40 elements of 40 lines; none of them is written out."""
+    bomb = []
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    for flag in config.flags():
+        with pytest.raises(ConfigError) as caught:
+            flag.convert({"x": bomb} if flag.type is not dict else bomb)
+        assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [
+    {"tensor_parallel_size": 1, "pipeline_parallel_size": "1", "data-parallel-size": 1.0},
+    {"enable_expert_parallel": False},
+    {"swap_space": 0, "cpu_offload_gb": "0", "num_scheduler_steps": 1, "enable_dbo": "no", "enable_eplb": 0},
+    {"speculative_config": None, "kv_transfer_config": {}, "middleware": [], "logits_processors": "null"},
+    {"limit_mm_per_prompt": {"image": 0, "video": 0}, "structured_outputs_config": '{"backend": "auto"}'},
+    {"disable_log_requests": True, "enable_reasoning": "true", "trust_remote_code": False, "task": "generate"},
+    {"worker_cls": "auto", "scheduler_cls": None, "language_model_only": True, "nnodes": 1, "node_rank": 0},
+])  # fmt: skip
+def test_what_happens_anyway_may_be_asked_for(values):
+    """Scripts write down defaults: `tensor_parallel_size=1` was refused."""
+    assert config.build(values) == config.build({})
+
+
+@pytest.mark.parametrize(("name", "value", "cure"), [
+    ("tensor_parallel_size", 2, "leave it out, or say 1."), ("enable_expert_parallel", True, "leave it out."),
+    ("swap_space", 4, "or say 0."), ("limit_mm_per_prompt", {"image": 1}, "leave it out"),
+    ("kv_transfer_config", {"kv_role": "both"}, "leave it out"), ("kv_transfer_config", "{", "leave it out"),
+    ("disable_log_requests", False, "--enable-log-requests"), ("trust_remote_code", True, "no code"),
+    ("disable_hybrid_kv_cache_manager", True, "one manager"), ("tensor_parallel_size", True, "or say 1."),
+    ("structured_outputs_config", {"backend": "xgrammar"}, "leave it out"), ("runner", "pooling", "or say auto or gen"),
+])  # fmt: skip
+def test_what_does_not_happen_is_refused(name, value, cure):
+    with pytest.raises(ConfigError, match=cure):
+        config.build({name: value})
+
+
+def test_the_table_of_harmless_values_is_of_options_that_are_refused_otherwise():
+    for name in elsewhere.SAME:
+        assert name.partition(".")[0] in elsewhere.NOT_YET or name in elsewhere.INSTEAD, name
+        assert all(elsewhere.asks_nothing(name, value) for value in elsewhere.SAME[name] if value != "*"), name
+        assert "*" in elsewhere.SAME[name] or not elsewhere.asks_nothing(name, "some-other-value"), name
+    assert set(elsewhere.SHORT.values()) <= {*elsewhere.NOT_YET, *elsewhere.INSTEAD}
+
+
+def test_an_empty_variable_is_none(monkeypatch):
+    """As compose files and scripts leave them: TINYSERVE_HOST= listened on every address."""
+    monkeypatch.setenv("TINYSERVE_HOST", "")
+    monkeypatch.setenv("TINYSERVE_NO_SUCH_THING", " ")
+
+    assert config.environment_values() == ({}, [])
+
+
+@pytest.mark.parametrize(("text", "key"), [("a,b", "a"), ('["a,b", "c"]', "a,b"), ("", None), (" ", None)])
+def test_clients_read_keys_as_the_server_does(monkeypatch, text, key):
+    monkeypatch.setenv("TINYSERVE_API_KEY", text)
+    assert config.client_api_key() == key
 
 
 def test_the_context_may_be_automatic():

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -102,6 +104,21 @@ def test_keys_of_an_object_add_to_its_json():
         (["a", "--model", "b"], "two models"),
         (["--config", "/does/not/exist"], "--config"),
         (["--hf-overrides.a"], "a value is needed"),
+        (["--hf-overrides.", "1"], "a key is missing"),
+        (["--hf-overrides.a", "{"], r"--hf-overrides.a: while parsing .* \^?.*\.$"),
+        (["--hf-overrides.a", "2020-99-99"], "--hf-overrides.a: month"),
+        (["--hf-overrides.a", "[" * 5000], "nested too deeply"),
+        (["--hf-overrides.a", "1", "--hf-overrides.a.b", "1"], "a already has a value"),
+        (["--kv-cache-memory-bytes", "-2GiB"], "must be at least 1, got -2147483648"),
+        (["--enforce-eager=maybe"], "--enforce-eager: must be true or false"),
+        (["--no-enforce-eager", "false"], "takes no value: leave out 'false'"),
+        (["--tensor-parallel-size"], "leave it out, or say 1"),
+        (["--pp-size", "2"], "--pp-size: --pipeline-parallel-size is an option of vLLM"),
+        (["-O0"], "--enforce-eager"),
+        (["--no-disable-log-requests"], "--enable-log-requests"),
+        (["--enable-expert-parallel", "a"], "leave it out"),
+        (["--structured-outputs-config.backend", "xgrammar"], "or say auto or guidance"),
+        (["--kv-transfer-config.kv_role", "both"], "does not have yet: leave it out"),
     ],
 )
 def test_mistakes_are_answered_with_what_would_be_right(argv, message):
@@ -109,16 +126,81 @@ def test_mistakes_are_answered_with_what_would_be_right(argv, message):
         read(*argv)
 
 
+def test_a_command_line_that_asks_for_what_happens_anyway():
+    """Each was refused as an option that is not there yet; none takes the model's name for its value."""
+    config = read(
+        "-tp", "1", "--pipeline_parallel_size=1", "-dp=1", "--tp-size", "1", "-O3", "--enable-expert-parallel", "false",
+        "--no-enable-eplb", "--swap-space", "0", "--num-scheduler-steps", "1", "--cpu-offload-gb", "0.0",
+        "--structured-outputs-config.backend", "auto", "--limit-mm-per-prompt", '{"image": 0}', "--task", "generate",
+        "--distributed-executor-backend", "uni", "--disable-log-requests", "folder", "--disable-custom-all-reduce",
+    )  # fmt: skip
+
+    assert chosen(config) == {"model": "folder"}
+
+
+def test_switches_take_words():
+    """`--enable-prefix-caching false` served a model called false, with prefix caching."""
+    config = read("--enable-prefix-caching", "false", "--enforce-eager=yes", "--enable_chunked_prefill=0", "a")
+
+    assert chosen(config) == {
+        "model": "a", "enable_prefix_caching": False, "enforce_eager": True, "enable_chunked_prefill": False
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("prot: 1", "did you mean --port"), ("port: x", "options.yaml"), ("[1]", "by name"), ("a: [", "config")],
+    [
+        ("port: 1\nport: 2", "port stands there twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "twice"),
+        ("seed: 2020-99-99", "month"),
+        ("[" * 5000, "nested too deeply"),
+        ("tensor-parallel-size: 2", "say 1"),
+        ("1", "by name"),
+        ("? [a]\n: 1", "unhashable"),
+        ("model:\n  name: x", "--model: must be text"),
+        ("port: [80]", "--port: must be a whole number"),
+        ("max-model-len: 1.0e+400", "whole number, got inf"),
+        ("a: \x07", "special characters"),
+        ("api-key: {k: s3cret}", "not shown"),
+        ("prot: 1", "did you mean --port"),
+        ("port: x", "options.yaml"),
+        ("[1]", "by name"),
+        ("a: [", "config"),
+    ],
 )
 def test_a_wrong_file_is_refused(tmp_path, text, message):
     file = tmp_path / "options.yaml"
     file.write_text(text)
 
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         read("--config", str(file))
+    assert "\n" not in str(caught.value) and "s3cret" not in str(caught.value)
+
+
+def test_a_file_may_ask_for_what_happens_anyway(tmp_path):
+    """With a mark of byte order, as editors of Windows write it."""
+    file = tmp_path / "options.yaml"
+    file.write_text("\ufefftensor-parallel-size: 1\nenable_expert_parallel: false\nport: 1\n", "utf-8")
+
+    assert chosen(read("--config", str(file))) == {"port": 1}
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "latin").write_bytes(b"model: \xe9")
+    for name, message in (("latin", "no text in UTF-8"), (".", "Is a directory")):
+        with pytest.raises(ConfigError, match=message):
+            read("--config", str(tmp_path / name))
+
+
+def test_an_unknown_variable_is_told_with_the_nearest_one(monkeypatch, caplog):
+    """Those of Kubernetes, seven in every pod beside a service of our name, are not."""
+    monkeypatch.setenv("TINYSERVE_MAX_MODLE_LEN", "4k")
+    monkeypatch.setenv("TINYSERVE_PORT_80_TCP_ADDR", "10.0.0.1")
+    monkeypatch.setenv("TINYSERVE_SERVICE_HOST", "10.0.0.1")
+    read()
+
+    assert "TINYSERVE_MAX_MODLE_LEN is ignored" in caplog.text and "--max-model-len?" in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_a_wrong_environment_variable_is_named(monkeypatch):
@@ -147,12 +229,43 @@ def test_help_names_every_option(capsys):
     ("argv", "code"),
     [(["--version"], 0), (["--prot", "1"], 2), (["bench"], 2), (["cha"], 2), (["bogus"], 2),
      (["bench-mark"], 2), (["no/such-model", "--prot"], 2), (["plan", "/does/not/exist"], 1),
-     (["chat", "--url", "http://127.0.0.1:9/v1", "-q", "x"], 1), (["chat", "--nope"], 2)],
+     (["chat", "--url", "http://127.0.0.1:9/v1", "-q", "x"], 1), (["chat", "--nope"], 2), (["quantize"], 2),
+     (["quantize", "a", "b", "--skip", "("], 2), (["quantize", "a", "b", "--group-size", "x"], 2),
+     (["collect-env", "x"], 2),
+     (["chat", "--url", "unix:/does/not/exist", "-q", "x"], 1), (["chat", "--url", "http://[", "-q", "x"], 1),
+     (["chat", "--url", "http://a b:x/", "-q", "x"], 1), (["chat", "--url", "ftp://a", "-q", "x"], 2),
+     (["chat", "--api-key", "a\nb", "-q", "x"], 2), (["complete", "--max-tokens", "1e400", "-q", "x"], 2), ([""], 2)],
 )  # fmt: skip
 def test_exit_codes(argv, code, capsys):
     assert main(argv) == code
     captured = capsys.readouterr()
-    assert captured.out if code == 0 else captured.err.startswith("tinyserve: ")
+    assert captured.out if code == 0 else captured.err.startswith("tinyserve: ") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [
+    ["--help"], ["--version"], ["plan", "--help"], ["bench", "--help"], ["chat", "--help"], ["collect-env"],
+    ["plan", "--nope"],
+])  # fmt: skip
+def test_who_does_not_read_on_is_no_error(argv):
+    """`tinyserve --help | head -1` ended with a traceback: not a word, and the code of a tool that SIGPIPE ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    quiet = subprocess.PIPE if argv[-1] != "--nope" else writer
+    command = [sys.executable, "-m", "tinyserve", *argv]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=writer, stderr=quiet, timeout=120)
+    os.close(writer)
+
+    assert done.returncode == (141 if quiet != writer else 2) and not done.stderr
+
+
+@pytest.mark.parametrize(("output", "code"), [("/dev/full", 1), (None, 0)])
+def test_an_output_that_takes_nothing_is_told(output, code):
+    """A full disk is an error; an output that was closed is a wish. Neither is a traceback."""
+    shell = f"exec {sys.executable} -m tinyserve --version >{output or '&-'}"
+    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120)
+
+    assert done.returncode == code and done.stderr.count("\n") == code and "Traceback" not in done.stderr
+    assert code == 0 or "No space left" in done.stderr
 
 
 def test_a_plan_needs_a_config_and_no_weights(tmp_path, capsys):
@@ -253,7 +366,52 @@ def test_a_wrong_key_is_explained(server, capsys):
     _, url = server
 
     assert main(["chat", "--url", url, "--api-key", "x", "-q", "x"]) == 1
-    assert "401" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "401" in told and "--api-key" in told and "TINYSERVE_API_KEY" in told
+
+
+def test_an_address_without_its_end_is_explained(server, capsys):
+    _, url = server
+
+    assert main(["chat", "--url", url.removesuffix("/v1"), "--api-key", "k", "-q", "x"]) == 1
+    assert f"--url {url}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"data": []}', b'{"data": [{"id": "m"}]}', b"\xff"])
+def test_another_kind_of_server_is_told_in_a_line(body, capsys):
+    """Whatever answers 200 to everything: a page, another list of models, or one with streams that are none."""
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body if self.command == "GET" else b'data: {"error": "no"}\n\n')
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever).start()
+        assert main(["chat", "--url", f"http://127.0.0.1:{other.server_port}/v1", "-q", "x"]) == 1
+        other.shutdown()
+    told = capsys.readouterr().err
+    assert told.startswith("tinyserve: ") and told.count("\n") == 1
+
+
+def test_a_server_serves_also_when_nobody_reads_its_greeting():
+    reader, writer = os.pipe()
+    os.close(reader)
+    process, address = start(stdout=writer)
+    os.close(writer)
+    try:
+        assert wait_ready(address)[-1] == 200
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0 and "the greeting is not shown" in err and "Traceback" not in err
+    finally:
+        process.kill()
 
 
 # ---- the life of a server process
@@ -277,10 +435,10 @@ sys.exit(serve.run(sys.argv[1:]))
 """
 
 
-def start(*argv, code=LIFE):
+def start(*argv, code=LIFE, stdout=subprocess.PIPE):
     """The process, and its address, which it logs before the model is loaded."""
     command = [sys.executable, "-c", code, "--port", "0", *argv]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if "listening on" in line:
             return process, line.split("listening on ")[1].split(";")[0].strip()

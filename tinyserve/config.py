@@ -143,7 +143,7 @@ class ServerOptions:
     )
     root_path: str = option(
         "", "path under which a proxy shows this server",
-        form=(r"/?[\w.~!$&'()*+,;=:@%-]*(/[\w.~!$&'()*+,;=:@%-]+)*/?", "be a path such as /api"),
+        form=(r"(?!//)/?[\w.~!$&'()*+,;=:@%-]*(/[\w.~!$&'()*+,;=:@%-]+)*/?", "be a path such as /api"),
     )  # fmt: skip
     ssl_keyfile: str | None = option(None, "private key file; turns on TLS together with --ssl-certfile")
     ssl_certfile: str | None = option(None, "certificate file")

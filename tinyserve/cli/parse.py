@@ -47,6 +47,10 @@ class Parser(argparse.ArgumentParser):
         """Raises: ConfigError."""
         raise ConfigError(f"{message.rstrip('.')}.")
 
+    def print_help(self, file: Any = None) -> None:
+        """Print it, and tell who called when that fails, as the library does not."""
+        print(self.format_help(), end="", file=file)
+
 
 def read_config(argv: Sequence[str], prog: str, description: str) -> EngineConfig:
     """Make the config from all sources. Prints the help and exits when asked for it.
