@@ -95,7 +95,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         found = parser.parse_args(list(argv))
         re.compile(found.skip or "")
     except (re.error, RecursionError) as error:
-        raise ConfigError(f"--skip {found.skip}: no regular expression ({error}).") from None
+        raise ConfigError(f"quantize --skip {found.skip}: no regular expression ({error}).") from None
     if found.group_size < 16 or found.group_size % 16:
         raise ConfigError(f"--group-size {found.group_size} is no multiple of 16.")
     if found.calibrate is not None and found.scheme != "int4":
