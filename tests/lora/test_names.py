@@ -108,6 +108,8 @@ def test_a_file_and_a_config_of_two_adapters(base, layers, tmp_path):
                             ({"rank_pattern": {}}, "up_proj is of rank 8 in the file, but r says 4"),
                             ({"rank_pattern": [1]}, "must be an object"),
                             ({"r": 8}, "is of rank 4 in the file, but r says 8"),
+                            ({"lora_alpha": "8"}, "lora_alpha must be a finite number"),
+                            ({"alpha_pattern": {"(a+)+x": 3}}, "in alpha_pattern is too complex"),
                             ({"target_modules": ["q_proj"]}, "do not name")):  # fmt: skip
         before = file.read_text()
         file.write_text(json.dumps(json.loads(before) | change))
@@ -121,6 +123,7 @@ def test_files_that_are_no_adapter(base, layers, tmp_path):
     folder = write_adapter(tmp_path / "a", base)
     tensors = load_file(folder / "adapter_model.safetensors")
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    inside = "base_model.model.language_model.model.layers.0.self_attn.q_proj.lora_"
 
     def refused(message, path=folder):
         with pytest.raises(CheckpointError, match=message):
@@ -134,8 +137,16 @@ def test_files_that_are_no_adapter(base, layers, tmp_path):
         ({"a.lora_magnitude_vector": torch.ones(1)}, "lora_magnitude_vector"),
         ({"a.lora_embedding_A": torch.ones(1)}, "lora_embedding_A"),
         ({key: tensors[key].int()}, "matrices of I32; read are F32"),
+        (
+            {key: tensors[key][:-1].clone()},
+            r"q_proj has lora_A \[3, .*\] and lora_B .*, 4\], which are no \[r, inputs\]",
+        ),
+        ({key: tensors[key].flatten()}, "which are no"),
+        ({key.removeprefix("base_model.model."): tensors[key]}, "lora_A of model.layers.0.self_attn.q_proj twice"),
+        ({inside + "A.weight": tensors[key], inside + "B.weight": tensors[key.replace("_A", "_B")]}, "_proj twice"),
     ):
-        save_file(tensors | change, folder / "adapter_model.safetensors")
+        copies = {name: value.clone() for name, value in (tensors | change).items()}
+        save_file(copies, folder / "adapter_model.safetensors")
         refused(message)
     save_file({name: value for name, value in tensors.items() if name != key}, folder / "adapter_model.safetensors")
     refused("has only lora_B")

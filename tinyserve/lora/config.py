@@ -23,6 +23,13 @@ PATTERN_COST, PATTERN_LETTERS, PATTERN_SECONDS = 30_000, 200, 1.0
 _NESTED = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
 _REPEAT = re.compile(r"[*+?]|\{\d*,\d*\}")
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+# The types of keys that are read here or in names.py, and what to say they must be.
+_KINDS = {
+    "use_rslora": (bool, "true or false"),
+    "fan_in_fan_out": (bool, "true or false"),
+    "target_modules": ((list, str), "a list of names, or a regular expression"),
+    "layers_to_transform": ((list, int), "numbers of layers"),
+}
 T = TypeVar("T")
 
 
@@ -92,21 +99,10 @@ def check_agrees(config: Mapping[str, Any], ranks: Mapping[str, int], path: str)
 
     Args: ranks: of the modules in the file, by their names.
     """
+    _check_kinds(config, path)
     usual = rank_of(path, "r", config["r"]) if config.get("r") is not None else None
     own = Patterns(config, "rank_pattern", lambda name, value: rank_of(path, name, value), path)
-    targets = config.get("target_modules")
-    layers = config.get("layers_to_transform")
-    layers = [layers] if isinstance(layers, int) else layers
-    for name, value, kinds, what in (
-        ("use_rslora", config.get("use_rslora"), (bool,), "true or false"),
-        ("fan_in_fan_out", config.get("fan_in_fan_out"), (bool,), "true or false"),
-        ("target_modules", targets, (list, str), "a list of names, or a regular expression"),
-        ("layers_to_transform", layers, (list,), "numbers of layers"),
-    ):
-        if value is not None and not isinstance(value, kinds):
-            raise CheckpointError(f"{path}: {name} must be {what}, is {shown(value)}.")
-    if layers and any(type(layer) is not int for layer in layers):
-        raise CheckpointError(f"{path}: layers_to_transform must be numbers of layers, is {shown(layers)}.")
+    targets, layers = config.get("target_modules"), _layers(config, path)
     for module, rank in ranks.items():
         told, name = (special, "rank_pattern") if (special := own.of(module)) is not None else (usual, "r")
         if told is not None and told != rank:
@@ -120,6 +116,21 @@ def check_agrees(config: Mapping[str, Any], ranks: Mapping[str, int], path: str)
             raise CheckpointError(
                 f"{path}: the file holds {module}, but layers_to_transform {shown(layers)} leave that layer out."
             )
+
+
+def _check_kinds(config: Mapping[str, Any], path: str) -> None:
+    for name, (kinds, what) in _KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], kinds):
+            raise CheckpointError(f"{path}: {name} must be {what}, is {shown(config[name])}.")
+
+
+def _layers(config: Mapping[str, Any], path: str) -> list[int]:
+    """The numbers of the layers that are adapted; none: all may be."""
+    given = config.get("layers_to_transform")
+    layers = [given] if isinstance(given, int) else given or []
+    if any(type(layer) is not int for layer in layers):
+        raise CheckpointError(f"{path}: layers_to_transform must be numbers of layers, is {shown(given)}.")
+    return layers
 
 
 def rank_of(path: str, name: str, value: Any) -> int:

@@ -38,9 +38,7 @@ from .config import Alphas, check_agrees, rank_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_BYTES = 1 << 20
-HEADER_BYTES = (
-    8 << 20
-)  # of the tensors' names; one of 76 MB stopped the interpreter for 2 s, and 2,000 names take 0.3 MB
+HEADER_BYTES = 8 << 20  # of the tensors' names: 2,000 take 0.3 MB; one of 76 MB stopped the interpreter for 2 s
 FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 # Keys that say how it was trained, or that are read here. Any other one, if it is set, changes what modules compute.
 HARMLESS = {
@@ -114,14 +112,8 @@ def check_adapter(path: str, max_rank: int) -> None:
 
     Raises: CheckpointError: as read_adapter.
     """
-    folder = Path(path)
-    config = _config(folder)
-    _check(config, path)
-    with _opened(folder, path) as stored:
-        pairs = _paired(stored, path)
-    ranks = _ranks(pairs)
-    _check_rank(max(ranks.values(), default=0), max_rank, path)
-    check_agrees(config, ranks, path)
+    with _opened(path, max_rank):
+        pass
 
 
 def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, dict[str, Pair]]:
@@ -129,24 +121,34 @@ def read_adapter(path: str, layers: list[Place], max_rank: int) -> tuple[int, di
 
     Raises: CheckpointError: it is not there, damaged, of too large a rank, or not for this model; says which.
     """
-    folder = Path(path)
-    config = _config(folder)
-    _check(config, path)
     widths = {module: (place.layer.inputs, place.rows(part)) for place in layers
               for part, module in enumerate(place.modules)}  # fmt: skip
-    found, alphas = {}, Alphas(config, path)
-    with _opened(folder, path) as stored:
-        pairs = _paired(stored, path)
+    found = {}
+    with _opened(path, max_rank) as (alphas, pairs):
         _check_names(pairs, widths, path)
-        rank = _rank(pairs, widths, path)
-        _check_rank(rank, max_rank, path)
-        check_agrees(config, _ranks(pairs), path)
+        _check_sizes(pairs, widths, path)
         for module, (a, b) in pairs.items():
             pair = Pair(a.read(), b.read() * alphas.factor(module, a.shape[0]))
             if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
                 raise CheckpointError(f"{path}: {module} holds, or is multiplied by, numbers that are not finite.")
             found[module] = pair
-    return rank, found
+    return max(a.shape[0] for a, _ in pairs.values()), found
+
+
+@contextmanager
+def _opened(path: str, max_rank: int) -> Iterator[tuple[Alphas, dict[str, tuple[_Half, _Half]]]]:
+    """The factors of an adapter and its halves A and B by module, none of them read; they agree with its config."""
+    folder = Path(path)
+    config = _config(folder)
+    _check(config, path)
+    alphas = Alphas(config, path)
+    with _stored(folder, path) as tensors:
+        pairs = _paired(tensors, path)
+        ranks = _ranks(pairs, path)
+        if (rank := max(ranks.values())) > max_rank:
+            raise CheckpointError(f"{path}: its rank is {rank}, above the limit of {max_rank} (--max-lora-rank).")
+        check_agrees(config, ranks, path)
+        yield alphas, pairs
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
@@ -189,17 +191,8 @@ def _check(config: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _ranks(pairs: Mapping[str, tuple[_Half, _Half]]) -> dict[str, int]:
-    return {module: a.shape[0] if len(a.shape) == 2 else 0 for module, (a, _) in pairs.items()}
-
-
-def _check_rank(rank: int, most: int, path: str) -> None:
-    if rank > most:
-        raise CheckpointError(f"{path}: its rank is {rank}, above the limit of {most} (--max-lora-rank).")
-
-
 @contextmanager
-def _opened(folder: Path, path: str) -> Iterator[dict[str, _Half]]:
+def _stored(folder: Path, path: str) -> Iterator[dict[str, _Half]]:
     """The tensors of an adapter by name, none of them read."""
     file = folder / TENSORS
     if not file.is_file():
@@ -240,7 +233,10 @@ def _paired(tensors: Mapping[str, _Half], path: str) -> dict[str, tuple[_Half, _
         match = _KEY.fullmatch(key)
         if match is None:
             raise CheckpointError(f"{path}: {key!r} is no part of a low-rank adapter of a linear layer.")
-        halves.setdefault(match[1], {})[match[2]] = tensor
+        module, half = _text_only(match[1]), match[2]
+        if half in halves.setdefault(module, {}):
+            raise CheckpointError(f"{path}: {TENSORS} holds lora_{half} of {module} twice.")
+        halves[module][half] = tensor
     for module, pair in halves.items():
         if len(pair) < 2:
             raise CheckpointError(f"{path}: {module} has only lora_{min(pair)}.")
@@ -248,12 +244,23 @@ def _paired(tensors: Mapping[str, _Half], path: str) -> dict[str, tuple[_Half, _
             raise CheckpointError(f"{path}: {module} has matrices of {min(other)}; read are {', '.join(FLOATS)}.")
     if not halves:
         raise CheckpointError(f"{path}: {TENSORS} holds no tensors.")
-    return {_text_only(module): (pair["A"], pair["B"]) for module, pair in halves.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
 
 
 def _text_only(module: str) -> str:
     """The name in the text model alone, for adapters trained inside a model that also sees."""
     return module.replace("language_model.", "", 1)
+
+
+def _ranks(pairs: Mapping[str, tuple[_Half, _Half]], path: str) -> dict[str, int]:
+    """The rank of each module, which both of its halves have."""
+    for module, (a, b) in pairs.items():
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
+            raise CheckpointError(
+                f"{path}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, which are no [r, inputs] and "
+                "[outputs, r]."
+            )
+    return {module: a.shape[0] for module, (a, _) in pairs.items()}
 
 
 def _check_names(found: Mapping[str, Any], known: Mapping[str, Any], path: str) -> None:
@@ -269,14 +276,12 @@ def _check_names(found: Mapping[str, Any], known: Mapping[str, Any], path: str) 
     )
 
 
-def _rank(pairs: Mapping[str, tuple[_Half, _Half]], widths: Mapping[str, tuple[int, int]], path: str) -> int:
-    """The largest rank of an adapter whose matrices are of the model's sizes."""
+def _check_sizes(pairs: Mapping[str, tuple[_Half, _Half]], widths: Mapping[str, tuple[int, int]], path: str) -> None:
+    """Refuse an adapter whose matrices are not of the model's sizes."""
     for module, (a, b) in pairs.items():
-        size = a.shape[0] if len(a.shape) == 2 else -1
         inputs, outputs = widths[module]
-        if a.shape != (size, inputs) or b.shape != (outputs, size) or size < 1:
+        if (a.shape[1], b.shape[0]) != (inputs, outputs):
             raise CheckpointError(
                 f"{path}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but this model needs "
                 f"[r, {inputs}] and [{outputs}, r]: it was made for another model."
             )
-    return max(a.shape[0] for a, _ in pairs.values())
