@@ -1,12 +1,10 @@
 """The commands: where options come from, how mistakes are answered, the chat client, and a server's whole life."""
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,8 +15,8 @@ import pytest
 from tinyserve.__main__ import main
 from tinyserve.cli.parse import chosen, read_config
 from tinyserve.errors import ConfigError
-from tinyserve.server.serve import Server, open_socket
 
+from .served import in_thread
 from .server.conftest import FakeEngine, service_of
 
 ROOT = Path(__file__).parent.parent
@@ -305,24 +303,12 @@ def test_collect_env_prints_versions(capsys):
 def server():
     """A server with a fake engine, in a thread with a loop of its own."""
     engine = FakeEngine("Père".encode())
-    ready, address, stop = threading.Event(), [], []
 
-    async def serve():
-        service = service_of(engine, port=0, api_key="k")
-        running = Server(service, open_socket(service.config.server))
-        await running.start()
-        address.append(running.address)
-        stop.extend((asyncio.get_running_loop(), asyncio.Event()))
-        ready.set()
-        await stop[1].wait()
-        await running.stop()
+    async def make():
+        return service_of(engine, port=0, api_key="k")
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert ready.wait(10)
-    yield engine, address[0] + "/v1"
-    stop[0].call_soon_threadsafe(stop[1].set)
-    thread.join(10)
+    with in_thread(make) as running:
+        yield engine, running.address + "/v1"
 
 
 def test_one_question(server, capsys):

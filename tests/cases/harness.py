@@ -5,7 +5,6 @@ async with serving(tiny()) as server:
                                                                      # G1, G2 when the block ends
 """
 
-import asyncio
 import json
 import math
 import re
@@ -21,13 +20,12 @@ from attrs import define, field, frozen
 from tokenizers import processors
 
 from tests.scripted import BOS, CONTEXT, EOS, TEMPLATE, VOCAB, ScriptModel, byte_tokenizer
+from tests.served import eventually, in_process, listening, strict
 from tinyserve import config
 from tinyserve.checkpoint.source import resolve
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.parts import Parts, choose_parsing
-from tinyserve.server.app import create_app
 from tinyserve.server.face import Service
-from tinyserve.server.serve import Server, open_socket
 from tinyserve.text.generation import GenerationDefaults
 from tinyserve.text.template import ChatTemplate
 from tinyserve.text.tokenizer import Tokenizer
@@ -39,15 +37,6 @@ SAME_GAP = 1e-4  # below this difference of the two best logits, greedy answers 
 
 
 # ---- answers
-
-
-def strict(text: str | bytes) -> Any:
-    """Parse JSON; what JSON does not have (NaN, Infinity) is an error (G3)."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} in JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def check_error(body: Any) -> dict[str, Any]:
@@ -277,14 +266,6 @@ class Client:
         return (await self.ask(TEXT, CONTROL)).text
 
 
-async def eventually(condition, seconds: float = 1.0) -> None:
-    """Wait until the condition holds, for at most so long."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        await asyncio.sleep(0.005)
-
-
 OPTIONS = {
     "device": "cpu",
     "block_size": 16,
@@ -313,32 +294,27 @@ async def serving(model: ScriptModel | Path, folder: Path | None = None, *, sock
         settings = config.build({"port": 0, **OPTIONS, **options})
         engine = await Engine.start(settings, parts=scripted_parts(model, folder, settings))
         model.attach(engine.machine.runner)
-    async with _front(engine, socket) as http:
-        client = Client(engine, http)
-        usual = await client.control()
-        await client.settled()
-        yield client
-        await client.settled()
-        assert await client.control() == usual
-        await client.settled()
-    await engine.close()
+    try:
+        async with _front(Service(engine.config, engine), socket) as http:
+            client = Client(engine, http)
+            usual = await client.control()
+            await client.settled()
+            yield client
+            await client.settled()
+            assert await client.control() == usual
+            await client.settled()
+    finally:
+        await engine.close()
 
 
 @asynccontextmanager
-async def _front(engine: Engine, socket: bool):
-    service = Service(engine.config, engine)
+async def _front(service: Service, socket: bool):
     if not socket:
-        transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as http:
+        async with in_process(service, timeout=60) as http:
             yield http
         return
-    server = Server(service, open_socket(engine.config.server))
-    await server.start()
-    try:
-        async with httpx.AsyncClient(base_url=server.address, timeout=60) as http:
-            yield http
-    finally:
-        await server.stop()
+    async with listening(service) as server, httpx.AsyncClient(base_url=server.address, timeout=60) as http:
+        yield http
 
 
 def recorded(client: Client) -> list[Any]:

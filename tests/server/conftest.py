@@ -1,18 +1,16 @@
 """A fake engine with the real one's face: byte tokens, scripted answers, and a count of what runs."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
+from tests.served import in_process, listening, strict
 from tinyserve import config
 from tinyserve.engine.adapters import NoDesk
 from tinyserve.errors import ContextLengthExceeded, NumericsError, RequestError
 from tinyserve.request import FinishReason, Logprob, Output, Usage
-from tinyserve.server.app import create_app
 from tinyserve.server.face import Service
 from tinyserve.telemetry import Metrics
 from tinyserve.text.parsers.registry import Parsing
@@ -148,17 +146,12 @@ def service_of(engine, **options):
 
 def client_of(engine, **options):
     """An httpx client that calls the app in process."""
-    transport = httpx.ASGITransport(create_app(service_of(engine, **options)))
-    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
+    return in_process(service_of(engine, **options))
 
 
-def strict(text):
-    """Parse JSON and refuse what JSON does not have (NaN, Infinity)."""
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} in JSON")
-
-    return json.loads(text, parse_constant=refuse)
+def serving(engine, **options):
+    """The Server of an engine on a socket, for a block."""
+    return listening(service_of(engine, port=0, **options))
 
 
 def events(response):

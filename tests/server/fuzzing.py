@@ -11,16 +11,10 @@ import sys
 import time
 from collections import Counter
 
-import httpx
-
-from tests.engine.toy import letters, machine, make_parts
-from tinyserve import config
-from tinyserve.engine.engine import Engine
+from tests.served import in_process, strict
 from tinyserve.server.app import create_app
-from tinyserve.server.face import Service
-from tinyserve.text.template import ChatTemplate
 
-from .conftest import strict
+from .toys import ALL, toy_service
 
 CONTROL = {"prompt": "control", "temperature": 0, "max_tokens": 5}
 LEFT_OUT = {"/pause", "/resume", "/abort_requests", "/inference/v1/abort_requests"}  # they act on other requests
@@ -190,18 +184,11 @@ class Fuzz:
 
 async def fuzz(count, seed, *, at_once=8):
     """Run it; returns the statuses, and the largest gap of the loop in seconds."""
-    made, built = machine(letters, max_num_seqs=32)
-    parts = make_parts(
-        served_names=("toy",), template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
-    )
-    engine = await Engine.start(made, parts=parts, machine=built)
-    service = Service(config.build({"model": "toy"}), engine)
-    app = create_app(service)
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+    async with toy_service(template=ALL, max_num_seqs=32) as service, in_process(service, timeout=60) as client:
+        engine, machine = service.engine, service.engine.machine
         document = (await client.get("/openapi.json")).json()
         usual = (await client.post("/v1/completions", json=CONTROL)).json()["choices"]
-        run = Fuzz(app, client, document, seed)
+        run = Fuzz(create_app(service), client, document, seed)
         engine.metrics.reset_lag()
 
         async def some(number):
@@ -215,11 +202,10 @@ async def fuzz(count, seed, *, at_once=8):
                 await kept.run.ended()
         again = (await client.post("/v1/completions", json=CONTROL)).json()["choices"]
         await asyncio.sleep(0.05)
-    assert again == usual
-    assert service.inflight == 0 and len(engine.streams) == 0 and not built.scheduler.has_work
-    assert built.cache.num_free == built.cache.num_blocks
-    built.scheduler.check_integrity()
-    await engine.close()
+        assert again == usual
+        assert service.inflight == 0 and len(engine.streams) == 0 and not machine.scheduler.has_work
+        assert machine.cache.num_free == machine.cache.num_blocks
+        machine.scheduler.check_integrity()
     return run.statuses, gap
 
 

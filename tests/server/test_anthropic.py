@@ -7,8 +7,7 @@ from tinyserve.request import FinishReason, Output, Usage
 from tinyserve.server.anthropic_writer import MessageWriter, Shape
 from tinyserve.server.blocks import CALL, TEXT, THOUGHT, Part
 
-from .conftest import FakeEngine, client_of, strict
-from .test_socket import serving
+from .conftest import FakeEngine, client_of, serving, strict
 
 URL = "/v1/messages"
 HI = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}

@@ -3,25 +3,17 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import httpx
+from tests.engine.toy import ToyRunner, letters
+from tests.served import in_process, strict
 
-from tests.engine.toy import ToyRunner, letters, machine, make_parts
-from tinyserve import config
-from tinyserve.engine.engine import Engine
-from tinyserve.server.app import create_app
-from tinyserve.server.face import Service
-
-from .conftest import strict
+from .toys import toy_service
 
 
 @asynccontextmanager
 async def serving(**options):
-    made, built = machine(letters, runner=ToyRunner(letters, seconds=0.002), **options)
-    engine = await Engine.start(made, parts=make_parts(), machine=built)
-    transport = httpx.ASGITransport(create_app(Service(config.build({"model": "toy"}), engine)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+    slow = ToyRunner(letters, seconds=0.002)
+    async with toy_service(runner=slow, **options) as service, in_process(service) as client:
         yield client
-    await engine.close()
 
 
 def test_the_state_of_a_busy_engine(run):

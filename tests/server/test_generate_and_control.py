@@ -3,17 +3,13 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 
-from tests.engine.toy import ToyRunner, letters, machine, make_parts, script
-from tinyserve import config
-from tinyserve.engine.engine import Engine
-from tinyserve.server.app import create_app
-from tinyserve.server.face import Service
-from tinyserve.text.template import ChatTemplate
+from tests.engine.toy import ToyRunner, letters, script
+from tests.served import in_process, strict
 
-from .conftest import events, refused, strict
+from .conftest import events, refused
+from .toys import toy_service
 
 URL = "/inference/v1/generate"
 ADMIN = [
@@ -25,14 +21,8 @@ ADMIN = [
 
 @asynccontextmanager
 async def serving(rule=letters, **options):
-    made, built = machine(rule)
-    parts = make_parts(template=ChatTemplate("{{ messages[0].content }}"))
-    engine = await Engine.start(made, parts=parts, machine=built)
-    service = Service(config.build({"model": "toy", **options}), engine)
-    transport = httpx.ASGITransport(create_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
-        yield client, engine
-    await engine.close()
+    async with toy_service(rule, server=options) as service, in_process(service) as client:
+        yield client, service.engine
 
 
 async def post(body, rule=letters):
@@ -199,16 +189,11 @@ def test_the_progress_of_a_prompt(run, path, body):
     """200 prompt tokens in steps of 16: the numbers grow, the answer is the same as without."""
 
     async def go():
-        made, built = machine(letters, runner=ToyRunner(letters, seconds=0.03), max_num_batched_tokens=16,
-                              max_num_seqs=4)  # fmt: skip
-        parts = make_parts(template=ChatTemplate("{{ messages[0].content }}"))
-        engine = await Engine.start(made, parts=parts, machine=built)
-        app = create_app(Service(config.build({"model": "toy"}), engine))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        slow = {"runner": ToyRunner(letters, seconds=0.03), "max_num_batched_tokens": 16, "max_num_seqs": 4}
+        async with toy_service(**slow) as service, in_process(service) as client:
             asked = {**body, "stream": True, "return_progress": True, "temperature": 0, "max_tokens": 3}
             chunks = events(await client.post(path, json=asked))
             refused(await client.post(path, json={**asked, "stream": False}), 400, "return_progress")
-        await engine.close()
         return chunks
 
     chunks = run(go())

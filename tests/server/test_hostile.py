@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases.lag import watched
 from tinyserve.errors import RequestError
 from tinyserve.server import bodies as bodies_of
 from tinyserve.server.anthropic import BODY as MESSAGES
@@ -152,18 +152,11 @@ def test_a_part_whose_type_is_no_text_is_a_400(kind):
 
 def test_what_is_only_counted_or_cut_has_a_limit_too():
     """15 MB of words took /tokenize 40 s and 1 GB, and everybody else waited for up to 6 s meanwhile."""
-    most, gaps = 2**18, []
+    most = 2**18
     cut = {"truncate_prompt_tokens": 4, "max_tokens": 1}
 
-    async def watch():
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(0)
-            gaps.append(time.monotonic() - before)
-
     async def go():
-        async with client_of(FakeEngine()) as client:
-            watching = asyncio.create_task(watch())
+        async with client_of(FakeEngine()) as client, watched() as lag:
             for url, body, name in (
                 ("/tokenize", {"prompt": "x" * most, "return_token_strs": True}, "prompt"),
                 ("/detokenize", {"tokens": [120] * most}, "tokens"),
@@ -176,7 +169,6 @@ def test_what_is_only_counted_or_cut_has_a_limit_too():
                 body[name] += [120] if url == "/detokenize" else "x"
                 found = await client.post(url, json=body)
                 assert found.status_code == 400 and "262144" in found.text and "in parts" in found.text
-            watching.cancel()
+        assert lag.worst < 0.15, lag
 
     asyncio.run(go())
-    assert max(gaps) < 0.15

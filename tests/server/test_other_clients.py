@@ -12,7 +12,7 @@ from tests.real_models import smollm2
 from tinyserve.checkpoint.source import resolve
 from tinyserve.text.tokenizer import Tokenizer
 
-from .hosted import KEY, QUESTION, Hosted
+from .hosted import KEY, QUESTION, hosting
 
 pytestmark = pytest.mark.model
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": {
@@ -28,9 +28,8 @@ class City(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def hosted():
-    server = Hosted()
-    yield server
-    server.stop()
+    with hosting() as server:
+        yield server
 
 
 def test_litellm(hosted, monkeypatch):

@@ -1,9 +1,7 @@
 """The chat page: what is served, and in a real browser (where there is one) what it does with hostile answers."""
 
-import asyncio
 import json
 import re
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.served import in_thread
 from tinyserve.server import pages
-from tinyserve.server.serve import Server, open_socket
 
 from .browser import CHROMIUM, Browser
 from .conftest import FakeEngine, client_of, refused, service_of
@@ -72,29 +70,17 @@ def test_nothing_in_the_scripts_makes_elements_of_text():
 @contextmanager
 def page_of(engine, tmp_path, path="/", **options):
     """A browser on the page of a server that runs in a thread of its own."""
-    started, loop = threading.Event(), asyncio.new_event_loop()
-    kept = {}
 
-    async def serve():
-        service = service_of(engine, port=0, **options)
-        server = Server(service, open_socket(service.config.server))
-        await server.start()
-        kept.update(server=server, address=server.address)
-        started.set()
+    async def make():
+        return service_of(engine, port=0, **options)
 
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(serve(), loop)
-    assert started.wait(10)
-    browser = Browser(tmp_path / "profile")
-    try:
-        browser.open(kept["address"] + path)
-        yield browser
-    finally:
-        browser.close()
-        asyncio.run_coroutine_threadsafe(kept["server"].stop(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+    with in_thread(make) as server:
+        browser = Browser(tmp_path / "profile")
+        try:
+            browser.open(server.address + path)
+            yield browser
+        finally:
+            browser.close()
 
 
 def say(browser, text):

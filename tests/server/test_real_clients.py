@@ -5,23 +5,22 @@ import json
 import math
 import shutil
 import subprocess
-import threading
+import time
 
 import anthropic
 import openai
 import pydantic
 import pytest
 
-from .hosted import KEY, QUESTION, Hosted
+from .hosted import KEY, QUESTION, hosting
 
 pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
 def hosted():
-    server = Hosted()
-    yield server
-    server.stop()
+    with hosting() as server:
+        yield server
 
 
 @pytest.fixture
@@ -191,9 +190,13 @@ def test_a_client_that_leaves_a_stream_frees_everything(client, hosted):
     with client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=900, stream=True) as stream:
         for _ in zip(range(5), stream, strict=False):
             pass
-    end = threading.Event()
-    for _ in range(200):
-        if hosted.idle():
-            break
-        end.wait(0.01)
-    assert hosted.idle()
+    engine = hosted.service.engine
+
+    def busy():
+        now = engine.stats()
+        return now.running, now.waiting, now.kv_usage
+
+    end = time.monotonic() + 2
+    while busy() != (0, 0, 0.0) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert busy() == (0, 0, 0.0)

@@ -3,16 +3,16 @@
 import asyncio
 import json
 
-import httpx
 import openai
 import pytest
 
+from tests.served import in_process, strict
 from tinyserve.server import responses_store
 from tinyserve.server.app import create_app
 from tinyserve.server.blocks import CALL, TEXT, THOUGHT, Blocks, Part
 from tinyserve.server.responses_writer import ResponseWriter, Shape
 
-from .conftest import FakeEngine, client_of, refused, service_of, strict
+from .conftest import FakeEngine, client_of, refused, service_of
 
 URL = "/v1/responses"
 
@@ -189,8 +189,7 @@ def test_the_store_is_bounded(run, monkeypatch):
     service = service_of(FakeEngine())
 
     async def go():
-        transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with in_process(service) as client:
             ids = [strict((await client.post(URL, json={"input": "x" * 50})).text)["id"] for _ in range(4)]
             statuses = [(await client.get(f"{URL}/{name}")).status_code for name in ids]
             for name in ids[1:]:
@@ -207,8 +206,7 @@ def test_in_the_background(run):
     async def go():
         engine = FakeEngine(delay=0.01)
         service = service_of(engine)
-        transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with in_process(service) as client:
             begun = strict((await client.post(URL, json={"input": "x", "background": True})).text)
             assert begun["status"] == "queued" and service.inflight == 1
             while (now := strict((await client.get(f"{URL}/{begun['id']}")).text))["status"] != "completed":
@@ -230,8 +228,7 @@ def test_a_background_response_can_be_cancelled(run):
     async def go():
         engine = FakeEngine(b"a" * 200, delay=0.005)
         service = service_of(engine)
-        transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with in_process(service) as client:
             name = strict((await client.post(URL, json={"input": "x", "background": True})).text)["id"]
             while not strict((await client.get(f"{URL}/{name}")).text)["output"]:
                 await asyncio.sleep(0.005)
@@ -322,8 +319,7 @@ def test_blocks_open_and_close_in_turn():
 
 def test_the_official_client(run):
     async def go():
-        transport = httpx.ASGITransport(create_app(service_of(FakeEngine())))
-        http = httpx.AsyncClient(transport=transport, base_url="http://test")
+        http = client_of(FakeEngine())
         async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http) as client:
             first = await client.responses.create(model="tiny", input="Hi")
             assert (first.output_text, first.status, first.usage.output_tokens) == ("abc", "completed", 4)

@@ -5,10 +5,11 @@ import gzip
 
 import pytest
 
+from tests.served import in_process, strict
 from tinyserve.errors import EngineDead, Overloaded
-from tinyserve.server.app import ROUTES, create_app
+from tinyserve.server.app import ROUTES
 
-from .conftest import FakeEngine, client_of, refused, service_of, strict
+from .conftest import FakeEngine, client_of, refused, service_of
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -128,12 +129,7 @@ def test_nothing_is_answered_while_loading(run):
 
 
 async def loading(method, url):
-    import httpx
-
-    from tinyserve.server.app import create_app
-
-    app = create_app(service_of(None))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with client_of(None) as client:
         return await client.request(method, url, json=HI if method == "POST" else None)
 
 
@@ -337,11 +333,8 @@ def test_a_proxy_prefix_does_not_open_a_guarded_path(run):
     """With --root-path /api the router also answers /api/v1/...; the key is asked for there as well."""
 
     async def status(path):
-        import httpx
-
-        app = create_app(service_of(FakeEngine(), api_key="k", root_path="/api"))
-        transport = httpx.ASGITransport(app, root_path="/api")
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        service = service_of(FakeEngine(), api_key="k", root_path="/api")
+        async with in_process(service, root_path="/api") as client:
             return (await client.get(path)).status_code
 
     assert [run(status(path)) for path in ("/v1/models", "/api/v1/models", "/api/health")] == [401, 401, 200]

@@ -1,20 +1,16 @@
 """Sampling fields through HTTP to a real engine (without a model): named ids, repetition, output kind, refusals."""
 
-import httpx
 import pytest
 
-from tests.engine.toy import letters, machine, make_parts, script
-from tinyserve import config
-from tinyserve.engine.engine import Engine
+from tests.engine.toy import letters, script
+from tests.served import in_process
 from tinyserve.errors import RequestError
 from tinyserve.request import RequestOutputKind
-from tinyserve.server.app import create_app
-from tinyserve.server.face import Service
 from tinyserve.server.fields import Fields
 from tinyserve.server.sampling import read_sampling
-from tinyserve.text.template import ChatTemplate
 
 from .conftest import events, refused
+from .toys import toy_service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 9}
@@ -22,15 +18,8 @@ X = {"prompt": "x", "temperature": 0, "max_tokens": 9}
 
 
 async def post(path, body, rule=letters, **options):
-    made, built = machine(rule, **options)
-    engine = await Engine.start(
-        made, parts=make_parts(template=ChatTemplate("{{ messages[0].content }}")), machine=built
-    )
-    transport = httpx.ASGITransport(create_app(Service(config.build({"model": "toy"}), engine)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
-        response = await client.post(path, json=body)
-    await engine.close()
-    return response
+    async with toy_service(rule, **options) as service, in_process(service) as client:
+        return await client.post(path, json=body)
 
 
 @pytest.mark.parametrize("top", [0, 2])

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from tests.cases.lag import watched
+from tests.served import connect
 
-from .conftest import FakeEngine
-from .test_socket import serving
+from .conftest import FakeEngine, serving
 
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n"
 UPGRADE = GET + b"connection: upgrade, http2-settings, close\r\n"
@@ -16,8 +16,7 @@ UPGRADE = GET + b"connection: upgrade, http2-settings, close\r\n"
 
 async def said(server, data):
     """All that the server sends until it closes."""
-    host, port = server.address.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connect(server)
     writer.write(data)
     found = b""
     try:

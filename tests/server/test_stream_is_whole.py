@@ -3,18 +3,14 @@
 import asyncio
 import random
 
-import httpx
-
-from tests.engine.toy import letters, machine, make_parts, script
-from tinyserve import config
-from tinyserve.engine.engine import Engine
-from tinyserve.server.app import create_app
-from tinyserve.server.face import Service
+from tests.engine.toy import letters, script
+from tests.served import in_process, strict
 from tinyserve.text.template import ChatTemplate
 
-from .conftest import events, strict
+from .conftest import events
 from .test_anthropic import told as of_messages
 from .test_responses import told as of_responses
+from .toys import toy_service
 
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}>")
 WORDS = script(*"Héllo 🌶 wörld, 日本 <|x|> end".encode(), *b"END and more")
@@ -136,16 +132,10 @@ def test_streams_join_to_the_whole_answer():
     async def go():
         checked = 0
         for rule in (letters, WORDS):
-            made, built = machine(rule)
-            engine = await Engine.start(made, parts=make_parts(template=TEMPLATE), machine=built)
-            app = create_app(Service(config.build({"model": "toy"}), engine))
             rng = random.Random(3)
-            async with httpx.AsyncClient(
-                transport=httpx.ASGITransport(app), base_url="http://test", timeout=20
-            ) as client:
+            async with toy_service(rule, template=TEMPLATE) as service, in_process(service) as client:
                 for number in range(75):
                     checked += await (block_pair if number % 4 == 0 else openai_pair)(client, rng)
-            await engine.close()
         assert checked > 110
 
     asyncio.run(asyncio.wait_for(go(), 250))

@@ -3,16 +3,15 @@
 import asyncio
 import shutil
 import ssl
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.served import connect
 from tinyserve.errors import ConfigError
 from tinyserve.server import spoken, tls
-from tinyserve.server.serve import Server, open_socket
 
-from .conftest import FakeEngine, service_of
+from .conftest import FakeEngine, service_of, serving
 
 KEYS = Path(__file__).parent.parent / "data" / "tls"
 
@@ -26,23 +25,11 @@ def options(folder):
     return {"ssl_certfile": str(folder / "cert.pem"), "ssl_keyfile": str(folder / "key.pem")}
 
 
-@asynccontextmanager
-async def serving(folder):
-    """The port of a server that shows the first certificate."""
-    install(1, folder)
-    service = service_of(FakeEngine(), port=0, **options(folder))
-    server = Server(service, open_socket(service.config.server))
-    await server.start()
-    assert server.address.startswith("https://")
-    yield int(server.address.rsplit(":", 1)[1])
-    await server.stop()
-
-
-async def shown(port):
+async def shown(server):
     """The certificate that a new connection gets, and the answer to a request over it."""
     context = ssl.create_default_context(cafile=KEYS / "cert1.pem")
     context.load_verify_locations(KEYS / "cert2.pem")
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+    reader, writer = await connect(server, ssl=context, server_hostname="localhost")
     found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     status = (await reader.read()).split()[1]
@@ -59,14 +46,16 @@ def test_a_new_certificate_is_shown_without_a_restart(run, tmp_path, monkeypatch
     monkeypatch.setattr(tls, "LOOK_SECONDS", 0.05)
 
     async def go():
-        async with serving(tmp_path) as port:
-            assert await shown(port) == (binary(1), b"200")
+        install(1, tmp_path)
+        async with serving(FakeEngine(), **options(tmp_path)) as server:
+            assert server.address.startswith("https://")
+            assert await shown(server) == (binary(1), b"200")
             install(2, tmp_path, key=1)
             await asyncio.sleep(0.3)
-            assert await shown(port) == (binary(1), b"200")
+            assert await shown(server) == (binary(1), b"200")
             install(2, tmp_path)
             await asyncio.sleep(0.3)
-            assert await shown(port) == (binary(2), b"200")
+            assert await shown(server) == (binary(2), b"200")
 
     run(go())
 
@@ -78,8 +67,9 @@ def test_only_http_1_is_offered_and_what_is_none_is_told_so(run, tmp_path, caplo
     async def go():
         context = ssl.create_default_context(cafile=KEYS / "cert1.pem")
         context.set_alpn_protocols(["h2", "http/1.1"])
-        async with serving(tmp_path) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+        install(1, tmp_path)
+        async with serving(FakeEngine(), **options(tmp_path)) as server:
+            reader, writer = await connect(server, ssl=context, server_hostname="localhost")
             assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
             writer.write(b"hello\r\n\r\n")
             assert (await reader.read()).startswith(b"HTTP/1.1 400")
