@@ -275,6 +275,45 @@ def test_pause_wait_lets_running_requests_finish(earlier):
     run(work())
 
 
+def test_a_pause_that_is_undone_returns():
+    """It waited for requests that came after `resume`, and then called an open engine paused."""
+
+    async def work():
+        engine, _, first = await busy(SamplingParams(temperature=0, max_tokens=200))
+        pausing = asyncio.ensure_future(engine.pause("wait"))
+        await asyncio.sleep(0)
+        engine.resume()
+        later = asyncio.ensure_future(answer(engine.generate("x", SamplingParams(temperature=0, max_tokens=200))))
+        await asyncio.wait_for(pausing, 1)
+        assert not engine.is_paused and not first.done() and not later.done()
+        await asyncio.gather(first, later)
+        await engine.close()
+
+    run(work())
+
+
+def test_a_pause_may_follow_another():
+    """From any kind to any other; the last one counts. It was refused, as a request would be."""
+
+    async def work():
+        engine, _, running = await busy(SamplingParams(temperature=0, max_tokens=200))
+        for mode in ("keep", "keep"):
+            await engine.pause(mode)
+        waiting = asyncio.ensure_future(engine.pause("wait"))
+        await asyncio.sleep(0)
+        await engine.pause("abort")
+        await asyncio.wait_for(waiting, 1)
+        assert (await running)[2][0].finish_reason is FinishReason.ABORT and engine.is_paused
+        await engine.pause("abort")
+        engine.resume()
+        assert len((await answer(engine.generate("x", GREEDY)))[1][0]) == 12
+        await engine.close()
+        with pytest.raises(Overloaded):
+            await engine.pause()
+
+    run(work())
+
+
 def test_pause_keep_freezes_and_goes_on_where_it_was():
     """No step runs during 50 ms of pause; a request made meanwhile queues; both give their usual 12 tokens."""
 

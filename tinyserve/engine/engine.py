@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import time
 import traceback
@@ -36,6 +35,7 @@ from .admission import Admission
 from .assemble import Machine, assemble, open_foundry
 from .beam import search
 from .chat import Chat
+from .gate import Gate, State, either
 from .intake import Call, Intake, Prepared, Rules
 from .look import Look, look
 from .meter import Meter
@@ -47,15 +47,6 @@ from .thread import in_own_thread
 
 _log = logging.getLogger(__name__)
 CLOSE_SECONDS = 60  # how long `close` waits for the steps under way; the largest CPU prefill takes a few
-
-
-class Gate(enum.Enum):
-    """What happens to requests. HELD: they queue, nothing is planned. SHUT: refused. CLOSED: for ever."""
-
-    OPEN = "open"
-    HELD = "held"
-    SHUT = "shut"
-    CLOSED = "closed"
 
 
 class Engine:
@@ -86,7 +77,7 @@ class Engine:
         self.admission = Admission(config, machine, parts.tokenizer, self.streams, self.meter, self._finish, self._wake)
         self.arrivals = asyncio.Event()
         self._landed = asyncio.Event()  # set: no flight is under way, and none starts before the next arrival
-        self._gate = Gate.OPEN
+        self.gate = Gate()
         self._cause: BaseException | None = None
         self._last_step = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -136,7 +127,7 @@ class Engine:
             while len(flying) < self.machine.depth and (step := self._plan()):
                 flying.append(runner.launch(step))
             if not flying:
-                if self._gate is Gate.CLOSED:
+                if self.gate.state is State.CLOSED:
                     return
                 await self._rest()
                 continue
@@ -149,7 +140,7 @@ class Engine:
             self._last_step = time.monotonic()
 
     def _plan(self) -> StepInput | None:
-        if self._gate in (Gate.HELD, Gate.CLOSED):
+        if not self.gate.plans:
             return None
         self.admission.feed()
         step = self.machine.scheduler.plan()
@@ -161,7 +152,7 @@ class Engine:
         """Sleep until something has arrived; before that, let the runner prepare what makes later steps faster."""
         self._landed.set()
         self.meter.queues(self.machine.scheduler.stats())
-        while not self.arrivals.is_set() and self._gate is not Gate.CLOSED and self.machine.runner.improve():
+        while not self.arrivals.is_set() and self.gate.state is not State.CLOSED and self.machine.runner.improve():
             await asyncio.sleep(0)
         await self.arrivals.wait()
         self.arrivals.clear()
@@ -235,10 +226,11 @@ class Engine:
     def admit(self, begun: bool = False) -> None:
         """Raises: Overloaded, EngineDead: nothing new is taken. begun: it is a step of what runs already."""
         self.check_health()
-        if self._gate is Gate.CLOSED or (self._gate is Gate.SHUT and not begun):
+        try:
+            self.gate.check(begun)
+        except Overloaded:
             self.metrics.rejected("paused")
-            state = "shutting down" if self._gate is Gate.CLOSED else "paused or draining"
-            raise Overloaded(f"The engine is {state} and takes no requests now.")
+            raise
 
     def _finish(self, request_id: str, reason: FinishReason) -> None:
         if self._cause is None and self.machine.scheduler is not None:
@@ -282,35 +274,38 @@ class Engine:
     @property
     def stalled_seconds(self) -> float:
         """Seconds since a step finished while requests wait for one; 0 when nothing waits."""
-        return time.monotonic() - self._last_step if len(self.streams) and self._gate is not Gate.HELD else 0.0
+        return time.monotonic() - self._last_step if len(self.streams) and self.gate.plans else 0.0
 
     @property
     def is_paused(self) -> bool:
-        return self._gate in (Gate.HELD, Gate.SHUT)
+        return self.gate.is_paused
 
     async def pause(self, mode: str = "abort") -> None:
-        """Stop computing; returns once no step is under way.
+        """Stop computing; returns once no step is under way, or another call (`resume`) has changed its mind.
 
         Args: mode: "abort" ends what runs; "wait" lets it finish; "keep" freezes it, and new requests queue up. With
-            the first two, new requests are refused (Overloaded) until `resume`.
+            the first two, new requests are refused (Overloaded) until `resume`. A pause may follow another one.
+        Raises: Overloaded: the engine is being closed.
         """
         if mode not in ("abort", "wait", "keep"):
             raise RequestError(f"mode must be abort, wait or keep, got {mode!r}.", param="mode")
-        self.admit()
-        self._gate = Gate.HELD if mode == "keep" else Gate.SHUT
+        self.check_health()
+        if self.gate.is_ending:
+            self.gate.check()
+        undone = self.gate.move(State.HELD if mode == "keep" else State.SHUT)
         if mode == "abort":
             self.streams.abort()
         if mode == "wait":
             self._wake()  # of what an earlier pause keeps
-            await self.streams.empty.wait()
-        await self._landed.wait()
+            await either(self.streams.empty, undone)
+        await either(self._landed, undone)
         self.check_health()
         self.streams.show()
 
     def resume(self) -> None:
         """Take requests again and go on with those that were kept."""
         if self.is_paused:
-            self._gate = Gate.OPEN
+            self.gate.move(State.OPEN)
             self._wake()
 
     async def close(self, drain_seconds: float = 0.0) -> None:
@@ -318,14 +313,14 @@ class Engine:
 
         Requests that run get `drain_seconds` to finish, then ABORT; those that have not begun get Overloaded.
         """
-        if self._gate is Gate.CLOSED:
+        if self.gate.state is State.CLOSED:
             return
-        self._gate = Gate.SHUT
+        self.gate.move(State.DRAINING)
         self._wake()
         if drain_seconds > 0 and self._cause is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.streams.empty.wait(), drain_seconds)
-        self._gate = Gate.CLOSED
+        self.gate.move(State.CLOSED)
         self.streams.abort(error=lambda: Overloaded("The engine was shut down before this request began."))
         self._wake()
         if self._tasks:

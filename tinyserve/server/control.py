@@ -61,13 +61,13 @@ def _json(value: Any) -> Response:
     Param("clear_cache", flag(), "Forget cached prefixes as well.", False),
 ])  # fmt: skip
 async def pause(request: Request, service: Service) -> Response:
-    """Returns once no step is under way."""
+    """Returns once no step is under way, or once a call of `/resume` has undone it."""
     engine = allowed(request, service)
     clear = query_flag(request, "clear_cache")
     await engine.pause(request.query_params.get("mode", "abort"))
     if clear:
         engine.reset_prefix_cache()
-    return _json({"is_paused": True})
+    return _json({"is_paused": engine.is_paused})
 
 
 @facts(_TAG, "Go on", answer=answers.PAUSED, refusals=(403,))
