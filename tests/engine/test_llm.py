@@ -269,6 +269,44 @@ def test_an_llm_cannot_be_pickled_or_copied():
                 misuse(llm)
 
 
+def test_a_call_that_a_close_cuts_off_is_an_error_of_ours():
+    """It was a CancelledError, which `except Exception` does not see; and what waits for the loop must not wait on."""
+    with make() as llm:
+        told, waits = [], threading.Event()
+
+        async def long():
+            waits.set()
+            await asyncio.sleep(60)
+
+        def ask():
+            try:
+                llm._background.run(long())
+            except Exception as error:
+                told.append(str(error))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        waits.wait(5)
+        llm.close()
+        thread.join(5)
+        assert told == ["This LLM was closed."]
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 3}, "x", 5, [SamplingParams(), {}]])
+def test_parameters_of_another_type_are_refused(wrong):
+    """They were an AttributeError; of a dict the keys were taken for one set each."""
+    with make() as llm, pytest.raises(RequestError, match="must be a SamplingParams, got") as refused:
+        quiet(llm, ["a", "b"], wrong)
+    assert refused.value.param == "sampling_params"
+
+
+@pytest.mark.parametrize("wrong", [b"xy", [b"x"], None, 5, [None], bytearray(b"x")])
+def test_prompts_of_another_type_are_refused(wrong):
+    """Bytes were taken for token ids."""
+    with make() as llm, pytest.raises(RequestError, match=r"must be (a list of )?integers|needs a text"):
+        quiet(llm, wrong)
+
+
 def test_prompt_lists():
     assert prompt_list("a") == ["a"]
     assert prompt_list([1, 2]) == [[1, 2]]

@@ -53,6 +53,14 @@ class Call:
     pooling: PoolingParams | None = None
     adapter: Any = None
 
+    def __attrs_post_init__(self) -> None:
+        """Raises: RequestError: an argument has another type."""
+        if not isinstance(self.sampling, SamplingParams | None):
+            message = f"Sampling parameters must be a SamplingParams, got {shown(self.sampling)}."
+            raise RequestError(message, param="sampling_params")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise RequestError(f"priority must be an integer, got {shown(self.priority)}.", param="priority")
+
 
 @frozen(kw_only=True)
 class Rules:
@@ -250,6 +258,8 @@ class Intake:
 
     def _token_ids(self, ids: Any) -> list[int]:
         try:
+            if isinstance(ids, (bytes, bytearray)):
+                raise TypeError("no list")  # although its elements are integers
             ids = list(ids)
         except TypeError:
             raise RequestError(f"Token ids must be a list of integers, got {shown(ids)}.", param="prompt") from None

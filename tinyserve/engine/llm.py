@@ -14,8 +14,6 @@ Before: engine.py, outputs.py.  After: the user's program.
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -27,6 +25,7 @@ from ..config import DEFAULT_MODEL, build
 from ..errors import RequestError, TinyserveError
 from ..request import BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams
 from ..structured import StructuredOutputsParams
+from .background import Background
 from .embedding import embed
 from .engine import Engine
 from .intake import Call, Prepared
@@ -36,50 +35,6 @@ from .parts import Parts
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 TOKENIZING = {"add_special_tokens", "truncate_prompt_tokens"}
-
-
-class Background:
-    """An event loop in a thread, and the engine that lives there."""
-
-    def __init__(self) -> None:
-        self.engine: Engine | None = None
-        self._process = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tinyserve-llm", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it; an interrupt cancels it and comes out here.
-
-        Raises: TinyserveError: this is a forked process, which has no such thread.
-        """
-        if self._forked:
-            work.close()
-            raise TinyserveError(
-                "This LLM belongs to the process that made it: its threads do not exist in a forked one. Make the LLM "
-                "in the process that uses it, or start that process with multiprocessing's 'spawn'."
-            )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Close the engine and end the thread. Safe to call twice, and while the interpreter exits."""
-        if self._loop.is_closed() or self._forked:
-            return
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            self.run(engine.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    @property
-    def _forked(self) -> bool:
-        return os.getpid() != self._process
 
 
 class LLM:
@@ -246,15 +201,19 @@ class LLM:
 
 def prompt_list(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list: a text, a dict and a list of ids are one."""
-    if isinstance(prompts, (str, Mapping)):
+    if not _is_many(prompts):
         return [prompts]
     listed = list(prompts)
-    one = bool(listed) and not isinstance(listed[0], (str, Mapping)) and not hasattr(listed[0], "__iter__")
+    one = bool(listed) and not isinstance(listed[0], (str, bytes, Mapping)) and not hasattr(listed[0], "__iter__")
     return [listed] if one else listed
 
 
+def _is_many(value: Any) -> bool:
+    return hasattr(value, "__iter__") and not isinstance(value, (str, bytes, bytearray, Mapping))
+
+
 def _one_each(value: Any, count: int, name: str) -> list[Any]:
-    if value is None or isinstance(value, (int, SamplingParams, LoRARequest)):
+    if not _is_many(value):
         return [value] * count
     values = list(value)
     if len(values) != count:
