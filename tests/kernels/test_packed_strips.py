@@ -47,12 +47,14 @@ def test_a_few_rows_are_the_product_of_its_numbers(device, dtype, name, tokens):
             assert torch.equal(whole[0].to(dtype), actual)
 
 
-@pytest.mark.parametrize("name", ["int4-128", "int4-128-zeros", "int4-32"])
-def test_splits_and_rounds_add_up_to_the_product(device, name, monkeypatch):
-    """Three splits of 23 tiles in steps of four, in rounds of one and of two, the last split short: a tile that is left
-    out or taken twice is a 23rd of all. 200 is more than 2**7: codes are small numbers that x has to make large."""
-    weight, dense = weight_of(name, 37, 23 * 128, device=device)
-    x = randn(5, 23 * 128, dtype=torch.float16, device=device, spread=200)
+@pytest.mark.parametrize("name", ["int4-128", "int4-128-zeros", "int4-row", "int4-32"])
+@pytest.mark.parametrize("tiles, splits", [(23, 3), (13, 2)])
+def test_splits_and_rounds_add_up_to_the_product(device, name, tiles, splits, monkeypatch):
+    """Splits of 23 tiles in steps of four, in rounds of one and of two, the last split short: a tile that is left
+    out or taken twice is a 23rd of all. Of 13 tiles the third split would have none, and took the middle of the codes
+    from x of others (20 % of all). 200 is more than 2**7: codes are small numbers that x has to make large."""
+    weight, dense = weight_of(name, 37, tiles * 128, device=device)
+    x = randn(5, tiles * 128, dtype=torch.float16, device=device, spread=200)
     expected = skinny_gemm_reference(x, dense.to(device), None, parts=True)[0]
     for ring, hold in ((1, 1), (2, 0)):
         chosen = {"STRIPS": 1, "RING": ring, "SPLITS": 3, "HOLD": hold, "num_warps": 4}
@@ -62,7 +64,7 @@ def test_splits_and_rounds_add_up_to_the_product(device, name, monkeypatch):
 
         parts = packed_strips(x, weight, parts=True)
 
-        assert parts.shape == (3, 5, 37) and parts.dtype == torch.float32
+        assert parts.shape == (splits, 5, 37) and parts.dtype == torch.float32
         assert float((parts.sum(0) - expected).norm() / expected.norm()) < 1e-3
 
 

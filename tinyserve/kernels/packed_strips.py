@@ -335,7 +335,11 @@ def _options(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: boo
     most = options.pop("REGISTERS")
     if most and speaks_ptx(x):
         options["maxnreg"] = most
-    return options if parts else options | {"SPLITS": 1}
+    if not parts:
+        return options | {"SPLITS": 1}
+    each = 128 * options["RING"] * options["num_warps"]  # columns of a round
+    rounds = cdiv(x.shape[1], each * options["SPLITS"])
+    return options | {"SPLITS": cdiv(x.shape[1], each * rounds)}  # without those that would have no column
 
 
 def _formula(x: torch.Tensor, weight: Packed, rows: int, gated: bool, parts: bool) -> dict[str, int]:
