@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from attrs import evolve, frozen
 
+from .activation import activate
 from .launch import cdiv, speaks_ptx, use_kernel
 
 KINDS = ("int", "e4m3")
@@ -380,3 +381,18 @@ def packed_dense(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
             num_warps=4,
         )
     return out
+
+
+@triton.jit
+def biased_and_gated(total, total_up, bias_ptr, read, split, N, GATE: tl.constexpr, BIAS: tl.constexpr):
+    """Sums [rows, tokens] of a split, with the bias of rows `read`, which the first split has, and gated.
+
+    total_up: sums of the second half; read if GATE.
+    """
+    if BIAS:
+        total += tl.load(bias_ptr + read)[:, None].to(tl.float32) * tl.where(split == 0, 1.0, 0.0)
+        if GATE != "":
+            total_up += tl.load(bias_ptr + N + read)[:, None].to(tl.float32)
+    if GATE != "":
+        total = activate(total, GATE) * total_up
+    return total

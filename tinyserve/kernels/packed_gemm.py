@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation import activate, gated_activation, gated_activation_reference
+from .activation import gated_activation, gated_activation_reference
 from .launch import (
     cdiv,
     check_rows,
@@ -36,7 +36,16 @@ from .launch import (
     use_kernel,
     wait_inputs,
 )
-from .packed import Packed, four_nibbles, four_scaled_nibbles, packed_dense_reference, shrunk, single, two_halves
+from .packed import (
+    Packed,
+    biased_and_gated,
+    four_nibbles,
+    four_scaled_nibbles,
+    packed_dense_reference,
+    shrunk,
+    single,
+    two_halves,
+)
 from .packed_gemv import check_packed
 from .packed_strips import packed_strips, strips_fit
 
@@ -296,12 +305,7 @@ def _packed_gemm_kernel(
         total *= tl.load(scales_ptr + read).to(tl.float32)[:, None]
         if GATE != "":
             total_up *= tl.load(scales_ptr + read + N).to(tl.float32)[:, None]
-    if BIAS:
-        total += tl.load(bias_ptr + read)[:, None].to(tl.float32) * tl.where(split == 0, 1.0, 0.0)
-        if GATE != "":
-            total_up += tl.load(bias_ptr + N + read)[:, None].to(tl.float32)
-    if GATE != "":
-        total = activate(total, GATE) * total_up
+    total = biased_and_gated(total, total_up, bias_ptr, read, split, N, GATE, BIAS)
     inside = (token[None, :] < M) & (row[:, None] < N)
     place = out_ptr + (split.to(tl.int64) * M + token[None, :]) * N + row[:, None]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation import activate, gated_activation_reference
+from .activation import gated_activation_reference
 from .launch import cdiv, choose, facts, next_power_of_2, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
-from .packed import Packed, half_of_e4m3, packed_dense_reference
+from .packed import Packed, biased_and_gated, half_of_e4m3, packed_dense_reference
 from .packed_gemv import check_packed
 
 EXACT = 256  # columns that the matrix unit adds up by itself; with blocks, 128
@@ -100,9 +100,9 @@ def _scaled_gemm_kernel(
     x_stride,  # elements between groups of x, which is at least M
     GATE: tl.constexpr,  # a kind of activation.py, "" for none
     BIAS: tl.constexpr,
-    WIDTH: tl.constexpr,  # a multiple of BLOCK_K, or 0
+    WIDTH: tl.constexpr,  # a multiple of EXACT, or 0
     NATIVE: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr,  # columns that the matrix unit adds up by itself; BLOCK_K is a multiple
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K * SPLITS
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -163,12 +163,7 @@ def _scaled_gemm_kernel(
         total *= tl.load(scales_ptr + read).to(tl.float32)[:, None] * x_scale[None, :]
         if GATE != "":
             total_up *= tl.load(scales_ptr + read + N).to(tl.float32)[:, None] * x_scale[None, :]
-    if BIAS:
-        total += tl.load(bias_ptr + read)[:, None].to(tl.float32) * tl.where(split == 0, 1.0, 0.0)
-        if GATE != "":
-            total_up += tl.load(bias_ptr + N + read)[:, None].to(tl.float32)
-    if GATE != "":
-        total = activate(total, GATE) * total_up
+    total = biased_and_gated(total, total_up, bias_ptr, read, split, N, GATE, BIAS)
     place = out_ptr + (split.to(tl.int64) * M + token[None, :]) * N + row[:, None]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(token[None, :] < M) & (row[:, None] < N))
 
