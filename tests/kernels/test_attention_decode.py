@@ -179,21 +179,24 @@ def test_batch_invariant_bits(device):
         assert torch.equal(call(rows), together[rows])
 
 
-@both("attention_decode")
-def test_strided_queries_and_a_given_output(device, dtype, implementation):
-    """Breaks if a stride is taken for granted: q is the front of a fused row, out has gaps that must stay NaN."""
+def check_gaps(tokens, attend, expected, *, dtype, device):
+    """Assert that no stride is taken for granted: q is the front of a fused row, out has gaps that must stay NaN."""
     pages = fill_pages([20, 40], kv_heads=2, head_dim=64, page=16, dtype=dtype, device=device)
-    q = randn(2, 3 * 4, 64, dtype=dtype, device=device)[:, 2:6]
-    wide = nan_like(q, shape=(2, 5, 72))
+    q = randn(tokens, 3 * 4, 64, dtype=dtype, device=device)[:, 2:6]
+    wide = nan_like(q, shape=(tokens, 5, 72))
     out = wide[:, :4, :64]
 
-    result = getattr(module, implementation)(
-        q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, scale=0.1, max_seq_len=40, out=out
-    )
+    result = attend(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, out=out)
 
     assert result is out
-    assert_close(out, expected_decode(q, pages, scale=0.1))
+    assert_close(out, expected(q, pages))
     assert wide[:, 4:].isnan().all() and wide[..., 64:].isnan().all()
+
+
+@both("attention_decode")
+def test_strided_queries_and_a_given_output(device, dtype, implementation):
+    attend = partial(getattr(module, implementation), scale=0.1, max_seq_len=40)
+    check_gaps(2, attend, partial(expected_decode, scale=0.1), dtype=dtype, device=device)
 
 
 def test_huge_logits_do_not_overflow(device):

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from tests.kernels.harness import assert_close, compile_only, nan_like, randn
-from tests.kernels.test_attention_decode import both, dense_attention, equal_far_away, fill_pages, with_head_numbers
+from tests.kernels.test_attention_decode import (
+    both,
+    check_gaps,
+    dense_attention,
+    equal_far_away,
+    fill_pages,
+    with_head_numbers,
+)
 from tinyserve.kernels import attention_prefill as module
 
 
@@ -119,20 +126,11 @@ def test_padding_is_zero(device, dtype, implementation, options):
 
 @both("attention_prefill")
 def test_strided_queries_and_a_given_output(device, dtype, implementation):
-    """Breaks if a stride is taken for granted: q is the front of a fused row, out has gaps that must stay NaN."""
-    pages = fill_pages([20, 40], kv_heads=2, head_dim=64, page=16, dtype=dtype, device=device)
-    q = randn(30, 3 * 4, 64, dtype=dtype, device=device)[:, 2:6]
-    wide = nan_like(q, shape=(30, 5, 72))
-    out = wide[:, :4, :64]
+    def attend(q, k, v, tables, lens, **given):
+        prefill = getattr(module, implementation)
+        return prefill(q, k, v, tables, starts([20, 10], device), lens, scale=0.1, max_query_len=20, **given)
 
-    result = getattr(module, implementation)(
-        q, pages.k_cache, pages.v_cache, pages.tables, starts([20, 10], device), pages.lens, scale=0.1,
-        max_query_len=20, out=out,
-    )  # fmt: skip
-
-    assert result is out
-    assert_close(out, expected_prefill(q, pages, [20, 10], scale=0.1))
-    assert wide[:, 4:].isnan().all() and wide[..., 64:].isnan().all()
+    check_gaps(30, attend, lambda q, pages: expected_prefill(q, pages, [20, 10], scale=0.1), dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100, "sinks": True}])
