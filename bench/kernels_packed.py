@@ -48,7 +48,7 @@ def weight_of(format: str, role: Role) -> Packed:
 
 
 def planes_of(kind: str, role: Role) -> Planes:
-    """Random codes in the bits of a GGUF type, four copies of which the device's cache does not hold."""
+    """Random codes in the bits of a GGUF type."""
     (bits, width, nested), rows, columns = PLANES[kind], role.rows, role.inputs
     low, high = (
         torch.randint(-(2**15), 2**15, (rows, columns * own // 16), dtype=torch.int16)
@@ -68,7 +68,8 @@ def moved(weight: Packed | Planes) -> int:
 
 
 def _planes(kind: str, role: Role) -> Iterator[Case]:
-    """Products of 1 to 64 rows; where a layer has a gate its product is one more kernel, not timed here."""
+    """Products of 1 to 64 rows, with as many copies of the codes as the device's cache does not hold; where a layer has
+    a gate its product is one more kernel, not timed here."""
     first = planes_of(kind, role)
     weights = [first, *(evolve(first, low=first.low.clone(), high=first.high.clone()) for _ in range(5))]
     for tokens in (1, 16, 64):
