@@ -126,11 +126,22 @@ def test_markdown_becomes_the_right_elements(tmp_path):
         "---": "<hr>",
         "``a`b``": "<p><code>a`b</code></p>",
         "**open": "<p>**open</p>",
+        "## C# ##": "<h4>C#</h4>",
+        "# ": "<h3></h3>",
+        "~~~py x\na`\n~~~": '<div class="code-block"><div class="bar"><span class="dim small">py</span>'
+        '<button type="button" class="copy">Copy</button></div>'
+        '<pre tabindex="0"><code>a`</code></pre></div>',
+        "a | b\n:-:|---\nc | d": "<table><thead><tr><th>a</th><th>b</th></tr></thead>"
+        "<tbody><tr><td>c</td><td>d</td></tr></tbody></table>",
+        "a | b\n- x": "<p>a | b</p><ul><li>x</li></ul>",
     }
     script = """import("./web/markdown.js").then(({ render }) => TEXTS.map((text) => {
         const box = document.createElement("div"); box.append(render(text)); return box.innerHTML; }))"""
     slow = ["`" * 8000, "*" * 8000, "[" * 8000, "[a](" * 2000, "_ " * 4000, "> " * 4000, "- " * 4000, "|" * 8000,
-            "\\" * 8000, ("`a``b```c" * 900), "~~~\n" * 2000, "  - x\n" * 2000]  # fmt: skip
+            "\\" * 8000, ("`a``b```c" * 900), "~~~\n" * 2000, "  - x\n" * 2000, "# a" + " " * 20000 + "x",
+            "~" * 20000 + "`", "`" * 20000 + "\u2028`", "a|b\n-" + " " * 20000 + "x", "-" + " " * 20000 + "a\u2028",
+            ">" + " " * 20000 + "\u2028", "a" + " " * 20000 + "b", "# " + "#" * 20000 + "a", "- " * 20000 + "x",
+            "a|b\n" + "-|" * 20000 + "x"]  # fmt: skip
     timed = """import("./web/markdown.js").then(({ render }) => TEXTS.map((text) => {
         const start = performance.now(); render(text); return performance.now() - start; }))"""
     with page_of(FakeEngine(), tmp_path) as browser:
@@ -172,6 +183,33 @@ def test_stop_regenerate_edit_and_history(tmp_path):
         browser.click("#chats li button:last-child")
         assert browser.run("localStorage.getItem('tinyserve.chats')") == "[]"
         assert browser.errors == []
+
+
+@needs_browser
+def test_what_other_pages_and_programs_stored(tmp_path):
+    """Each page wrote the list that it had read at its start: the chats of the other one were gone. A chat in a wrong
+    shape left the page empty for ever. A question was lost with the page that waited for its answer."""
+    engine = FakeEngine(b"word " * 100, delay=0.02, max_model_len=512)
+    chats = "tinyserve.chats"
+    others = [
+        {"id": "x", "title": "of another page", "messages": [{"role": "user", "content": "a"}]},
+        *[{"id": "y", "title": "?", "messages": wrong} for wrong in ([{"role": "user"}], [None], [{"content": 1}], "")],
+        {"id": "z", "messages": []},
+        3,
+    ]
+    with page_of(engine, tmp_path) as browser:
+        browser.until("document.querySelector('#model').options.length")
+        browser.run(f"localStorage.setItem('{chats}', {json.dumps(json.dumps(others))})")
+        browser.run(f"window.dispatchEvent(new StorageEvent('storage', {{key: '{chats}'}}))")
+        assert "of another page" in browser.text("#chats")
+        say(browser, "mine")
+        browser.until("document.querySelector('.assistant .body')?.innerText.includes('word word')")
+        browser.call("Page.reload")
+        browser.until("document.querySelectorAll('#chats li').length === 2")
+        assert {chat["title"] for chat in json.loads(browser.run(f"localStorage.getItem('{chats}')"))} == {
+            "mine", "of another page"
+        }  # fmt: skip
+        assert browser.text("article.user .body") == "mine" and browser.errors == []
 
 
 @needs_browser

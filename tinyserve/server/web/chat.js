@@ -1,7 +1,7 @@
 // The page: conversations, settings, and one answer at a time. What is shown is made of DOM nodes only; see markdown.js.
 
 import { chat as ask, models } from "./api.js";
-import { loadChats, loadKey, loadSettings, saveChats, saveKey, saveSettings } from "./history.js";
+import { forgetChat, loadChats, loadKey, loadSettings, onOthers, saveChat, saveKey, saveSettings } from "./history.js";
 import { MessageView, alternatives, element } from "./message.js";
 
 const $ = (id) => document.getElementById(id);
@@ -86,9 +86,17 @@ function openChat(chat) {
 function deleteChat(chat) {
   if (chat === state.chat) stop();
   state.chats = state.chats.filter((other) => other !== chat);
-  saveChats(state.chats);
+  forgetChat(chat);
   if (chat === state.chat) state.chats.length ? openChat(state.chats[0]) : newChat();
   else listChats();
+}
+
+/** Another page has stored something: show its chats too; the one that is open here stays as it is. */
+function readChats() {
+  const open = state.chat;
+  state.chats = loadChats().map((chat) => (chat.id === open.id ? open : chat));
+  if (!state.chats.includes(open)) state.chats.unshift(open);
+  listChats();
 }
 
 function listChats() {
@@ -225,7 +233,7 @@ function finish(chat, made, run, { usage, begun, first }) {
   }
   made.show();
   $("status").textContent = message.error ? "" : `The answer is complete: ${message.note ?? ""}`;
-  saveChats(state.chats);
+  saveChat(chat);
   if (chat === state.chat) fill();
 }
 
@@ -268,6 +276,7 @@ function send() {
   if (!text || state.running) return;
   if (!state.chat.messages.length) state.chat.title = text.slice(0, 60);
   append({ role: "user", content: text });
+  saveChat(state.chat);
   $("input").value = "";
   grow();
   listChats();
@@ -337,6 +346,7 @@ $("messages").addEventListener("click", (event) => {
 for (const kind of ["focusin", "mouseover"]) $("messages").addEventListener(kind, (event) => showTip(event.target));
 for (const kind of ["focusout", "mouseout"]) $("messages").addEventListener(kind, () => ($("tip").hidden = true));
 
+onOthers(readChats);
 showSettings(loadSettings());
 state.chats.length ? openChat(state.chats[0]) : newChat();
 loadModels();

@@ -22,14 +22,42 @@ function write(storage, name, value) {
   }
 }
 
+const isText = (value) => typeof value === "string";
+
+const isToken = (value) => value && isText(value.token) && Array.isArray(value.top) && value.top.every((one) => one && isText(one.token));
+
+function isMessage(value) {
+  if (!value || !isText(value.content) || !["user", "assistant"].includes(value.role)) return false;
+  const texts = [value.reasoning, value.error, value.note].filter((one) => one !== undefined);
+  return texts.every(isText) && (value.tokens === undefined || (Array.isArray(value.tokens) && value.tokens.every(isToken)));
+}
+
+/** What is stored now. Somebody else may have written it: an entry that the page could not show is passed over. */
 export function loadChats() {
   const found = read(localStorage, CHATS, []);
-  return Array.isArray(found) ? found.filter((chat) => chat && Array.isArray(chat.messages)) : [];
+  if (!Array.isArray(found)) return [];
+  return found.filter((chat) => chat && isText(chat.id) && isText(chat.title) && Array.isArray(chat.messages) && chat.messages.every(isMessage));
+}
+
+/** Store one chat as it is now. Other pages store theirs in the same list, so that is read anew. */
+export function saveChat(chat) {
+  const chats = loadChats();
+  const at = chats.findIndex((other) => other.id === chat.id);
+  if (at < 0) chats.unshift(chat);
+  else chats[at] = chat;
+  store(chats.filter((one) => one.messages.length));
+}
+
+export const forgetChat = (chat) => store(loadChats().filter((other) => other.id !== chat.id));
+
+/** Call back when another page has stored something. */
+export function onOthers(changed) {
+  addEventListener("storage", (event) => event.key === CHATS && changed());
 }
 
 /** Keep the newest chats; when the browser has no room, older ones go, and token details before them. */
-export function saveChats(chats) {
-  let kept = chats.filter((chat) => chat.messages.length).slice(0, MOST);
+function store(chats) {
+  let kept = chats.slice(0, MOST);
   if (write(localStorage, CHATS, kept)) return;
   kept = kept.map((chat) => ({ ...chat, messages: chat.messages.map(({ tokens, ...message }) => message) }));
   while (kept.length && !write(localStorage, CHATS, kept)) kept = kept.slice(0, Math.floor(kept.length / 2));

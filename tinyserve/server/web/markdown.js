@@ -1,12 +1,14 @@
 // Markdown as DOM nodes. Text from a model is only ever put into text nodes and into the addresses of links that begin
 // with http:, https: or mailto:. No HTML is parsed anywhere, so nothing in an answer can become an element or a script.
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+// Each line of a growing answer meets all of these 16 times a second. So none can match in more than one way, and what
+// follows a mark is [^]*, which matches to the end whatever it is: a dot stops at some letters, and then all is tried again.
+const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+([^]*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*)|\s*)$/;
-const QUOTE = /^ {0,3}>\s?(.*)$/;
-const DIVIDER = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+([^]*)|\s*)$/;
+const QUOTE = /^ {0,3}>\s?([^]*)$/;
+const COLUMN = /^:?-+:?$/;
 const MAX_DEPTH = 8;
 
 function element(name, children = [], properties = {}) {
@@ -32,10 +34,10 @@ function blocks(lines, depth) {
       at += 1;
     } else if ((match = FENCE.exec(line))) {
       const end = endOfFence(lines, at + 1, match[1]);
-      found.push(code(lines.slice(at + 1, end).join("\n"), match[2]));
+      found.push(code(lines.slice(at + 1, end).join("\n"), match[2].trim().split(/\s/, 1)[0]));
       at = end + 1;
     } else if ((match = HEADING.exec(line))) {
-      found.push(element("h" + Math.min(match[1].length + 2, 6), inline(match[2])));
+      found.push(element("h" + Math.min(match[1].length + 2, 6), inline(title(match[2]))));
       at += 1;
     } else if (RULE.test(line)) {
       found.push(element("hr"));
@@ -48,7 +50,7 @@ function blocks(lines, depth) {
       const [list, next] = listAt(lines, at, depth);
       found.push(list);
       at = next;
-    } else if (line.includes("|") && DIVIDER.test(lines[at + 1] ?? "")) {
+    } else if (line.includes("|") && isDivider(lines[at + 1] ?? "")) {
       const [table, next] = tableAt(lines, at);
       found.push(table);
       at = next;
@@ -63,6 +65,19 @@ function blocks(lines, depth) {
 
 function begins(line) {
   return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
+}
+
+/** A heading's text: without the marks that may close it. */
+function title(text) {
+  const all = text.trim();
+  let end = all.length;
+  while (all[end - 1] === "#") end -= 1;
+  return !end || /\s/.test(all[end - 1]) ? all.slice(0, end).trimEnd() : all;
+}
+
+/** Whether a line stands between a table's head and its rows. */
+function isDivider(line) {
+  return !/[^-:|\s]/.test(line) && cells(line).every((cell) => COLUMN.test(cell));
 }
 
 function endOfFence(lines, at, mark) {
@@ -124,7 +139,7 @@ function tableAt(lines, at) {
 function paragraph(lines) {
   const nodes = [];
   lines.forEach((line, index) => {
-    nodes.push(...inline(line.replace(/\s+$/, "")));
+    nodes.push(...inline(line.trimEnd()));
     if (index + 1 < lines.length) nodes.push(/ {2}$|\\$/.test(line) ? element("br") : "\n");
   });
   return nodes;
