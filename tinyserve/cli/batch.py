@@ -10,7 +10,10 @@ Each line goes through the app that a server has (server/app.py), so that it is 
 is no request at all gets its `error`. Lines are read when there is room for them and written when they are done: a file
 of any size takes little memory, answers come in any order, and what is there when the run is stopped stays.
 
-Before: server/app.py, engine/engine.py, parse.py.  After: a shell.
+Exit codes: 0 when every line has its answer or its error, 1 when not, 2 for a wrong option, 128 and the signal's number
+when one came, 141 when nobody reads the answers.
+
+Before: server/app.py, engine/engine.py, parse.py, batch_files.py.  After: a shell.
 
 Source: OpenAI's API reference, the request input and output objects of batches.
 """
@@ -22,28 +25,31 @@ import asyncio
 import codecs
 import contextlib
 import logging
-import os
-import stat
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import orjson
 from attrs import evolve
 
 from ..config import EngineConfig, prepare_cpu_environment
-from ..errors import ConfigError, EngineError, RequestError, shown
+from ..errors import ConfigError, RequestError, shown
+from ..options import parse_size
 from ..server.app import create_app
 from ..server.face import Service
 from . import log
-from .parse import read_config
-from .process import SWITCH_INTERVAL, keep_loaded
+from .batch_files import Line, Sink, Source, open_both
+from .parse import Parser, read_config
+from .process import SWITCH_INTERVAL, Signals, keep_loaded, leave_soon
 
 logger = logging.getLogger("tinyserve.batch")
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
 WAITING = 2  # times --max-num-seqs: requests that are under way, so that the next step never lacks one
+MOST_AT_ONCE = 2**16
+BESIDE_BODY = 64 * 1024  # bytes that a line may have besides a body of --max-body-bytes
+REMEMBERED = 2**20  # custom ids that are looked out for, should they come again
 _HELP = (
     "Answer a file of requests. Options of its own: -i FILE (--input-file) and -o FILE (--output-file), JSON lines, - "
     "for standard input and output; --max-concurrency N: requests at the same time [twice --max-num-seqs]."
@@ -54,39 +60,35 @@ def run(argv: Sequence[str]) -> int:
     """Answer a file. Returns: 0 when every line got an answer or its error. Raises: ConfigError, EngineError."""
     options, rest = _options(argv)
     config = _unguarded(read_config(rest, "tinyserve run-batch", _HELP))
-    source = _opened(options.input_file, "-i", "rb")  # a wrong name is told before a model is loaded
-    sink = _opened(options.output_file, "-o", "ab")  # what it holds is kept until there is something to answer with
+    # a wrong name is told before a model is loaded, and what -o holds is kept until there is something to answer with
+    most = config.server.max_body_bytes + BESIDE_BODY
+    source, sink = open_both(options.input_file, options.output_file, most)
     prepare_cpu_environment(config.runner.cpu_threads)
     log.set_up(config.log)
     sys.setswitchinterval(SWITCH_INTERVAL)
-    try:
-        with contextlib.closing(source), contextlib.closing(sink):
-            asyncio.run(_answer(config, source, sink, options.max_concurrency))
-    except OSError as error:
-        raise EngineError(f"the batch ended early: {error}") from error
-    return 0
+    with contextlib.closing(source), contextlib.closing(sink):
+        return asyncio.run(_answer(config, source, sink, options.max_concurrency))
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the others."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-i", "--input-file", "--input_file")
     parser.add_argument("-o", "--output-file", "--output_file")
-    parser.add_argument("--max-concurrency", "--max_concurrency", type=int)
-    try:
-        found, rest = parser.parse_known_args(argv)
-    except (argparse.ArgumentError, SystemExit) as error:
-        raise ConfigError(f"run-batch: {error}") from None
+    parser.add_argument("--max-concurrency", "--max_concurrency")
+    found, rest = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
         return found, rest
     for name in ("input_file", "output_file"):
         if not getattr(found, name):
             raise ConfigError(f"run-batch needs --{name.replace('_', '-')} FILE, or - for the standard one.")
-    if found.max_concurrency is not None and found.max_concurrency < 1:
-        raise ConfigError("--max-concurrency must be at least 1.")
-    names = found.input_file, found.output_file
-    if "-" not in names and all(map(os.path.exists, names)) and os.path.samefile(*names):
-        raise ConfigError("--input-file and --output-file are the same file.")
+    if found.max_concurrency is not None:
+        try:
+            found.max_concurrency = parse_size(found.max_concurrency)
+        except ValueError as error:
+            raise ConfigError(f"--max-concurrency {error}.") from None
+        if not 1 <= found.max_concurrency <= MOST_AT_ONCE:
+            raise ConfigError(f"--max-concurrency must be at least 1 and at most {MOST_AT_ONCE}.")
     return found, rest
 
 
@@ -99,33 +101,50 @@ def _unguarded(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _opened(name: str, option: str, mode: str) -> IO[bytes]:
-    if name == "-":
-        return (sys.stdin if mode == "rb" else sys.stdout).buffer
-    if "://" in name:
-        raise ConfigError(f"{option} {name}: files of this machine only; fetch or send it with curl.")
+async def _answer(config: EngineConfig, source: Source, sink: Sink, most: int | None) -> int:
+    """Load the model, answer every line, let go of the model. Returns: the exit code."""
+    signals = Signals()
+    stopped = asyncio.create_task(signals.first.wait())
+    loading = asyncio.create_task(_load(config))
+    await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        logger.warning("stopped by %s while loading the model; nothing is written", signals.number.name)
+        leave_soon(128 + signals.number)
+        return 128 + signals.number
+    engine = await loading
     try:
-        return open(name, mode)
-    except OSError as error:
-        raise ConfigError(f"{option} {name}: {error.strerror or error}.") from None
+        keep_loaded()
+        sink.clear()
+        batch = Batch(Service(config, engine), sink)
+        running = asyncio.create_task(batch.run(source.lines(), most or WAITING * engine.machine.max_running))
+        dead = asyncio.create_task(engine.wait_closed())
+        try:
+            await asyncio.wait({running, dead, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done() and not running.done():
+                logger.warning("stopped by %s: %s; all that is written stays", signals.number.name, batch.report())
+                leave_soon(128 + signals.number)  # also where a line cannot be written, as nobody reads
+                return 128 + signals.number
+            for task in (dead, running):
+                if task.done():
+                    await task  # which raises what ended it
+        finally:
+            for task in (running, dead):
+                task.cancel()
+            await asyncio.wait({running, dead})
+        logger.info("%s", batch.report())
+        engine.check_health()
+        return 0
+    finally:
+        stopped.cancel()
+        await engine.close()
 
 
-async def _answer(config: EngineConfig, source: IO[bytes], sink: IO[bytes], most: int | None) -> None:
-    """Load the model, answer every line, let go of the model."""
+async def _load(config: EngineConfig) -> Any:
     from ..engine.engine import Engine
 
     engine = await Engine.start(config, offline=True)
-    try:
-        await asyncio.to_thread(engine.machine.grammars.warm)
-        keep_loaded()
-        if stat.S_ISREG(os.fstat(sink.fileno()).st_mode) and sink is not sys.stdout.buffer:
-            sink.truncate(0)
-        batch = Batch(Service(config, engine), sink)
-        await batch.run(source, most or WAITING * engine.machine.max_running)
-        logger.info("%s", batch.report())
-        engine.check_health()
-    finally:
-        await engine.close()
+    await asyncio.to_thread(engine.machine.grammars.warm)
+    return engine
 
 
 class Batch:
@@ -135,23 +154,25 @@ class Batch:
     Attributes: answered, refused: how many lines so far; refused ones have another status than 200, or an error.
     """
 
-    def __init__(self, service: Service, sink: IO[bytes]) -> None:
+    def __init__(self, service: Service, sink: Sink) -> None:
         self._app = create_app(service)
+        self._most = service.config.server.max_body_bytes
         self._sink = sink
         self._start = time.monotonic()
-        self.answered = self.refused = 0
+        self._ids: set[int] = set()
+        self.answered = self.refused = self.repeated = 0
 
-    async def run(self, lines: Iterator[bytes] | IO[bytes], most: int) -> None:
+    async def run(self, lines: AsyncIterator[Line], most: int) -> None:
         """Answer all lines, at most so many at the same time."""
-        waiting, turn = (line for line in lines if line.strip()), asyncio.Lock()
+        turn = asyncio.Lock()
 
         async def worker() -> None:
             while (line := await following()) is not None:
                 await self._one(line)
 
-        async def following() -> bytes | None:
+        async def following() -> Line | None:
             async with turn:
-                return await asyncio.to_thread(next, waiting, None)  # which may wait for another program
+                return await anext(lines, None)
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -160,19 +181,31 @@ class Batch:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def _one(self, line: bytes) -> None:
+    async def _one(self, line: Line) -> None:
         custom, response, error = None, None, None
         try:
-            asked = _parsed(line)
-            custom = asked.get("custom_id")
+            if not line.data:
+                raise RequestError(f"It has {line.size} bytes; a body may have {self._most} (--max-body-bytes).")
+            asked = _parsed(line.data)
+            custom = self._custom(asked)
             response = await self._asked(*_checked(asked))
         except RequestError as wrong:
-            error = {"code": "invalid_request", "message": str(wrong)}
+            error = {"code": "invalid_request", "message": f"Line {line.number}: {wrong}"}
         self.answered += 1
         self.refused += error is not None or response["status_code"] != 200
         answer = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom, "response": response, "error": error}
-        self._sink.write(orjson.dumps(answer, option=orjson.OPT_APPEND_NEWLINE))
-        self._sink.flush()
+        await self._sink.write(orjson.dumps(answer, option=orjson.OPT_APPEND_NEWLINE))
+
+    def _custom(self, asked: dict[str, Any]) -> Any:
+        """The name of a request, by which its answer is found. Raises: RequestError: it is no name."""
+        custom = asked.get("custom_id")
+        if isinstance(custom, (dict, list)):
+            raise RequestError(f"custom_id must be a text, got {shown(custom)}.", param="custom_id")
+        if custom is not None:
+            self.repeated += hash(custom) in self._ids
+            if len(self._ids) < REMEMBERED:
+                self._ids.add(hash(custom))
+        return custom
 
     async def _asked(self, path: str, body: bytes) -> dict[str, Any]:
         """What the app answers."""
@@ -183,16 +216,17 @@ class Batch:
     def report(self) -> str:
         """A line for the log."""
         seconds = time.monotonic() - self._start
-        return f"{self.answered} requests in {seconds:.1f} s, {self.refused} of them refused or failed"
+        again = f"; {self.repeated} have the custom_id of another line" if self.repeated else ""
+        return f"{self.answered} requests in {seconds:.1f} s, {self.refused} of them refused or failed{again}"
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
         asked = orjson.loads(line.removeprefix(codecs.BOM_UTF8))  # which some editors put before a file's first line
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"The line is not valid JSON: {error}.") from None
+        raise RequestError(f"It is not valid JSON: {error}.") from None
     if not isinstance(asked, dict):
-        raise RequestError("The line must be a JSON object.")
+        raise RequestError("It must be a JSON object.")
     return asked
 
 
@@ -208,7 +242,10 @@ def _checked(asked: dict[str, Any]) -> tuple[str, bytes]:
     for name in ("stream", "background"):
         if body.get(name):
             raise RequestError(f"{name}: answers of a batch come whole; leave it out.", param=name)
-    return url, orjson.dumps(body)
+    try:
+        return url, orjson.dumps(body)
+    except TypeError:  # what can be read may be nested more deeply than what can be written
+        raise RequestError("body is nested too deeply.", param="body") from None
 
 
 async def call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:

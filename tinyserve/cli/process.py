@@ -45,8 +45,9 @@ class Signals:
         self.first = asyncio.Event()
         self.number: signal.Signals | None = None
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._received, number)
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread, which gets no signal then either
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._received, number)
 
     def _received(self, number: signal.Signals) -> None:
         self.number = number
