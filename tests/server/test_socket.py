@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 
 import httpx
@@ -307,6 +308,26 @@ def test_a_unix_socket(run, tmp_path):
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
                 assert (await client.get("/health")).status_code == 200
         assert not (tmp_path / "s").exists()
+
+    run(go())
+
+
+def test_a_unix_socket_in_use_stays_its_servers(run, tmp_path):
+    """A second server took it without a word, and the first one's end deleted the second one's. One left by a server
+    that was killed is replaced."""
+
+    async def go():
+        path = str(tmp_path / "s")
+        left = socket.socket(socket.AF_UNIX)
+        left.bind(path)
+        left.close()
+        async with serving(FakeEngine(), uds=path):
+            with pytest.raises(ConfigError, match="another server does"):
+                open_socket(service_of(None, uds=path).config.server)
+            (tmp_path / "s").unlink()
+            bound = open_socket(service_of(None, uds=path).config.server)
+        assert (tmp_path / "s").is_socket()
+        bound.close()
 
     run(go())
 

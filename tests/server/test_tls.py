@@ -13,6 +13,13 @@ from tinyserve.server import spoken, tls
 
 from .conftest import FakeEngine, service_of, serving
 
+ENCRYPTED = """-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIGbMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAixCoxJoOdFBwICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEAQIEELHXlnf23JtnZFsPkiYyib4EQGqK
+w20xCdlPfN2EwnYGTL65j/6sGqs0f013YmXg6Itckvz8QUtz0RpEHa0b0LzmvoFk
+T3y0rUrPZdvXfiw0rRk=
+-----END ENCRYPTED PRIVATE KEY-----
+"""  # with the passphrase "x"
 KEYS = Path(__file__).parent.parent / "data" / "tls"
 
 
@@ -82,6 +89,9 @@ def test_only_http_1_is_offered_and_what_is_none_is_told_so(run, tmp_path, caplo
 def test_files_that_do_not_fit_are_refused_at_the_start(tmp_path):
     install(1, tmp_path, key=2)
     with pytest.raises(ConfigError, match="ssl-certfile"):
+        tls.Certificates(service_of(None, **options(tmp_path)).config.server)
+    (tmp_path / "key.pem").write_text(ENCRYPTED)
+    with pytest.raises(ConfigError, match="the key is encrypted"):  # OpenSSL asks the terminal, and waits
         tls.Certificates(service_of(None, **options(tmp_path)).config.server)
     (tmp_path / "key.pem").unlink()
     with pytest.raises(ConfigError, match="ssl-certfile"):

@@ -52,13 +52,36 @@ def open_socket(options: ServerOptions) -> socket.socket:
 def _unix_socket(path: str) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            if Path(path).is_socket():
-                os.unlink(path)  # left by a server that was killed
+        if Path(path).is_socket():
+            if _answers(path):
+                raise ConfigError(f"cannot listen on {path}: another server does. Stop it, or choose another --uds.")
+            os.unlink(path)  # left by a server that was killed
         bound.bind(path)
     except OSError as error:
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}.") from None
     return bound
+
+
+def _answers(path: str) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        trial.setblocking(False)
+        try:
+            trial.connect(path)
+        except BlockingIOError:
+            return True  # it has more connections than it takes at once
+        except OSError:
+            return False
+    return True
+
+
+def _entry(path: str) -> tuple[int, int] | None:
+    """What tells a socket in the file system from another one of the same name; None: there is none."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def address_of(bound: socket.socket, options: ServerOptions) -> str:
@@ -78,6 +101,7 @@ class Server:
         self.service = service
         self.address = address_of(bound, service.config.server)
         self._bound = bound
+        self._entry = _entry(service.config.server.uds) if service.config.server.uds else None
         self._closing = asyncio.Event()
         self._certificates = Certificates(service.config.server) if service.config.server.ssl_certfile else None
         self._watch: asyncio.Task[None] | None = None
@@ -111,9 +135,8 @@ class Server:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        if self.service.config.server.uds:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.service.config.server.uds)
+        if self._entry is not None and self._entry == _entry(self.service.config.server.uds):
+            os.unlink(self.service.config.server.uds)
 
     async def _until_idle(self, deadline: float) -> None:
         while self.service.inflight and time.monotonic() < deadline:

@@ -62,7 +62,7 @@ class Certificates:
         return True
 
     def _load(self, context: ssl.SSLContext) -> None:
-        context.load_cert_chain(self._options.ssl_certfile, self._options.ssl_keyfile)
+        context.load_cert_chain(self._options.ssl_certfile, self._options.ssl_keyfile, password=_no_password)
         if self._options.ssl_ca_certs:
             context.load_verify_locations(self._options.ssl_ca_certs)
 
@@ -76,3 +76,8 @@ class Certificates:
             except OSError:
                 found.append(None)
         return tuple(found)
+
+
+def _no_password() -> str:
+    """Asked for what opens an encrypted key; OpenSSL would ask the terminal, and all connections would wait."""
+    raise ValueError("the key is encrypted: write it without a passphrase (openssl pkey -in KEY -out NEW)")
