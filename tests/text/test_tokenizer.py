@@ -32,6 +32,11 @@ def real(name):
     return Tokenizer.load(resolve(str(path)))
 
 
+@cache
+def bytewise():
+    return Tokenizer(byte_tokenizer())
+
+
 def with_bos():
     """TOK of the cases with a post-processor that puts BOS in front, as Llama tokenizers do."""
     backend = byte_tokenizer()
@@ -98,7 +103,7 @@ def test_ids_without_a_token_decode_to_nothing():
 @given(st.lists(st.integers(0, 275), max_size=30), st.booleans())
 def test_byte_level_decode_of_any_ids_equals_the_librarys(ids, skip):
     """Includes every kind of broken UTF-8: as many U+FFFD as the library writes."""
-    tokenizer = Tokenizer(byte_tokenizer())
+    tokenizer = bytewise()
 
     assert tokenizer.backend.decode(ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
 
@@ -151,6 +156,27 @@ def test_limits_stop_the_work():
     assert ids == tokenizer.encode("hello world hello world hello world")[:6]
     assert time.process_time() - start < 0.5
     assert tokenizer.encode("hello world", limit=5) == tokenizer.encode("hello world")
+
+
+def test_a_limit_changes_no_id_and_no_count():
+    """412 odd texts under every limit. Of 7 tokens, 8 were counted under a limit of 7: the last was cut in two."""
+    tokenizer = real("smollm2")
+    texts = [case["text"] for case in json.loads(CASES.read_text())["smollm2"]["texts"]]
+    for text in ["123456 responsibility", "1" * 400 + " responsibility" * 40, *texts]:
+        ids = tokenizer.encode(text)
+        assert all(tokenizer.encode(text, limit=limit) == ids[: limit + 1] for limit in range(len(ids) + 1)), text
+
+
+def test_long_lists_of_ids_are_decoded_as_short_ones():
+    """Through the library's other call, which lets threads run: 3000 ids, with and without special ones."""
+    backend = byte_tokenizer()
+    backend.decoder = decoders.Sequence([backend.decoder])
+    tokenizer = Tokenizer(backend)
+    ids = [*"häßlich 日本 ".encode(), BOS] * 200
+    assert not tokenizer.bytewise
+    for skip in (True, False):
+        expected = backend.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode([*ids, 300], skip_special_tokens=skip) == expected  # there is no token 300
 
 
 @pytest.mark.parametrize(

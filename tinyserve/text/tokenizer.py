@@ -120,9 +120,11 @@ class Tokenizer:
         text = _without_surrogates(text)
         if limit is not None:
             # Bytes and numbers have one or two characters a token, prose has four or five; the last try is for any.
-            # What is encoded in vain costs memory, and others are kept waiting while it is given back.
-            for characters in (2 * (limit + 1), 8 * (limit + 1), 2 * (limit + 1) * self._longest_token):
-                if len(text) > characters and len(ids := self._encode(text[:characters], add_special_tokens)) > limit:
+            # What is encoded in vain costs memory, and others are kept waiting while it is given back. A token that is
+            # cut may become as many as it has bytes, so that many more must be there.
+            enough = limit + 1 + 4 * self._longest_token
+            for characters in (2 * enough, 8 * enough, enough * self._longest_token):
+                if len(text) > characters and len(ids := self._encode(text[:characters], add_special_tokens)) >= enough:
                     return ids[: limit + 1]
         ids = self._encode(text, add_special_tokens)
         return ids if limit is None else ids[: limit + 1]
