@@ -261,14 +261,14 @@ def test_two_lengths_are_refused_and_the_connection_closed(run):
 
 
 def test_stopping_lets_running_answers_end(run):
-    """With 5 seconds to drain, an answer of 0.4 s ends whole, and a new request gets 503 meanwhile."""
+    """With 20 seconds to drain, an answer of 0.4 s ends whole, and a new request gets 503 meanwhile."""
 
     async def go():
         engine = FakeEngine(b"a" * 20, delay=0.02)
-        async with serving(engine) as server, httpx.AsyncClient(base_url=server.address) as client:
+        async with serving(engine) as server, httpx.AsyncClient(base_url=server.address, timeout=20) as client:
             running = asyncio.create_task(client.post("/v1/chat/completions", json=HI))
             await eventually(lambda: engine.running == 1)
-            stopping = asyncio.create_task(server.stop(5.0))
+            stopping = asyncio.create_task(server.stop(20.0))
             await asyncio.sleep(0.05)
             refused(await client.get("/health"), 503)
             refused(await client.post("/v1/chat/completions", json=HI), 503)
@@ -348,7 +348,8 @@ def test_a_port_in_use_is_said_so():
     [("/v1/nothing", 10, b" 404 "), ("/v1/chat/completions", 10**9, b" 413 "), ("/v1/chat/completions", 0, b" 100 ")],
 )
 def test_a_client_that_waits_to_be_asked_hears_a_refusal_first(run, path, length, first):
-    """Each of them was told to go on (100), also where nobody wanted the body."""
+    """Each of them was told to go on (100), also where nobody wanted the body. Behind a refusal comes no body, so that
+    the next request on that connection would be taken for it: it is closed."""
 
     async def go():
         async with serving(FakeEngine()) as server:
@@ -356,7 +357,8 @@ def test_a_client_that_waits_to_be_asked_hears_a_refusal_first(run, path, length
             body = json.dumps(HI).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-type: application/json\r\n"
             writer.write(f"{head}content-length: {length or len(body)}\r\n\r\n".encode())
-            assert first in await reader.readuntil(b"\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert first in head and (b"connection: close" in head.lower()) == bool(length)
             if not length:
                 writer.write(body)
                 assert b" 200 " in await reader.readuntil(b"\r\n\r\n")

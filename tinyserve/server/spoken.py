@@ -9,7 +9,7 @@ followed, as HTTP allows, and a request of any other version of HTTP, which the 
 What cannot be read as a request is refused here, in the shape of all refusals (errors.py).
 
 A client that waits to be asked for its body (Expect: 100-continue) is asked once a route wants it: a refusal that needs
-no body is heard before one is sent.
+no body is heard before one is sent. No body comes then, so nothing else can on that connection: it is closed.
 
 Before: errors.py, chunks.py.  After: connections.py.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +29,8 @@ import h11
 from h11._readers import ChunkedReader
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H11Protocol
 
 from .chunks import LEAST, Chunks
@@ -95,6 +98,12 @@ class Spoken(H11Protocol):
         if self.connection.client_is_waiting_for_100_continue:
             headers = self.config.response_headers("h11")
             await self._send_h11_event(h11.InformationalResponse(status_code=100, headers=headers))
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        """A part of an answer."""
+        if isinstance(event, Response) and self.connection.client_is_waiting_for_100_continue:
+            event = replace(event, headers=[*event.headers, (b"connection", b"close")])
+        await super().stream_send(event)
 
     async def handle(self, event: Event) -> None:
         """What came over the connection, or its end."""
