@@ -145,7 +145,7 @@ async def test_too_many_optional_properties_are_counted_at_once(tok):
     many = {"type": "object", "properties": names, "additionalProperties": False}
     async with serving(FlatModel(), tok) as server:
         reply = await server.ask(CHAT, {**HI, **schema(many)})
-        assert reply.status == 400 and reply.seconds < 0.5
+        assert reply.status == 400 and reply.seconds < 2.5
         assert "5000 optional properties" in reply.error["message"] and "'required'" in reply.error["message"]
         reply = await server.ask(CHAT, {**HI, **schema({**many, "required": list(names)}), "max_tokens": 5})
         assert reply.status == 200

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 
 import jsonschema
@@ -82,7 +83,7 @@ def test_what_cannot_be_held_exactly_is_refused_and_all_else_validates():
         except RequestError as error:
             refused += 1
             assert not any(word in str(error) for word in ("Some(", "regex", "Unimplemented", "Failed")), error
-            assert any(word in str(error) for word in json.dumps(schema).split('"'))
+            assert any(word in str(error) for word in re.findall(r'"([a-zA-Z]{4,})":', json.dumps(schema))), error
             continue
         validator = jsonschema.Draft202012Validator(schema)
         assert not [(schema, text) for text in found if not validator.is_valid(json.loads(text))]

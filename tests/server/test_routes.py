@@ -415,4 +415,8 @@ def test_fields_without_effect_have_their_types(run, url, body, named):
 
 def test_fields_without_effect_change_nothing(run):
     more = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "user": "u", "verbosity": "low"}
-    assert run(call("POST", CHAT, json={**HI, **more})).status_code == 200
+    engine = FakeEngine()
+    plain, with_them = (strict(run(call("POST", CHAT, engine, json=body)).text) for body in (HI, {**HI, **more}))
+
+    assert with_them["choices"] == plain["choices"] and with_them["usage"] == plain["usage"]
+    assert engine.calls[0][:2] == engine.calls[1][:2] and engine.chats[0] == engine.chats[1]
