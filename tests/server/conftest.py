@@ -171,6 +171,27 @@ def events(response):
     return found
 
 
+def named_events(response):
+    """The data of a stream's events, each named as its data says."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    found = []
+    for block in blocks:
+        name, data = block.split("\n")
+        found.append(strict(data.removeprefix("data: ")))
+        assert name == "event: " + found[-1]["type"]
+    return found
+
+
+def numbered_events(response):
+    """The same of the responses API: numbered from 0 without a gap."""
+    found = named_events(response)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
 def refused(response, status, param=None):
     """Check an error's shape; returns its message."""
     assert response.status_code == status, response.text

@@ -7,7 +7,7 @@ from tinyserve.request import FinishReason, Output, Usage
 from tinyserve.server.anthropic_writer import MessageWriter, Shape
 from tinyserve.server.blocks import CALL, TEXT, THOUGHT, Part
 
-from .conftest import FakeEngine, client_of, serving, strict
+from .conftest import FakeEngine, client_of, named_events, serving, strict
 
 URL = "/v1/messages"
 HI = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
@@ -16,19 +16,6 @@ HI = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content"
 async def post(body, engine=None, url=URL, headers=None, **options):
     async with client_of(engine or FakeEngine(), **options) as client:
         return await client.post(url, json={**HI, **body}, headers=headers)
-
-
-def told(response):
-    """The events of a stream; each is named as its data says."""
-    assert response.status_code == 200, response.text
-    blocks = response.text.split("\n\n")
-    assert blocks.pop() == ""
-    found = []
-    for block in blocks:
-        name, data = block.split("\n")
-        found.append(strict(data.removeprefix("data: ")))
-        assert name == "event: " + found[-1]["type"]
-    return found
 
 
 def failed(response, status, kind):
@@ -56,7 +43,7 @@ def test_cached_tokens_are_told_apart_on_request(run):
 
 
 def test_the_order_of_events(run):
-    events = told(run(post({"stream": True})))
+    events = named_events(run(post({"stream": True})))
 
     assert [event["type"] for event in events] == [
         "message_start", "content_block_start", *["content_block_delta"] * 3, "content_block_stop", "message_delta",
@@ -71,7 +58,7 @@ def test_the_order_of_events(run):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_cut_one(run, stream):
     response = run(post({"max_tokens": 2, "stream": stream}))
-    answer = told(response)[-2]["delta"] if stream else strict(response.text)
+    answer = named_events(response)[-2]["delta"] if stream else strict(response.text)
 
     assert answer["stop_reason"] == "max_tokens"
 
@@ -158,7 +145,7 @@ def test_errors_have_the_other_shape_everywhere(run):
     failed(run(post({"model": "nope"})), 404, "not_found_error")
     failed(run(post({}, api_key=["k"])), 401, "authentication_error")
     failed(run(post({}, FakeEngine(fail_at=0))), 500, "api_error")
-    events = told(run(post({"stream": True}, FakeEngine(fail_at=2))))
+    events = named_events(run(post({"stream": True}, FakeEngine(fail_at=2))))
     assert events[-1]["error"]["type"] == "api_error"
     assert run(post({}, api_key=["k"], headers={"x-api-key": "k"})).status_code == 200
 

@@ -15,10 +15,8 @@ from tinyserve.server.generate import BODY as GENERATE
 from tinyserve.server.responses_items import BODY as RESPONSES
 from tinyserve.text.messages import normalise
 
-from .conftest import FakeEngine, client_of, events, strict
+from .conftest import FakeEngine, client_of, events, named_events, numbered_events, strict
 from .fuzzing import fuzz
-from .test_anthropic import told as messages_told
-from .test_responses import told as responses_told
 
 BODIES = (bodies_of.CHAT, bodies_of.COMPLETION, bodies_of.TOKENIZE, bodies_of.DETOKENIZE, RESPONSES, MESSAGES, GENERATE)
 NAMES = sorted({name for body in BODIES for name in body.params})
@@ -40,8 +38,8 @@ GOOD = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]
 
 READERS = {
     "/inference/v1/generate": lambda response: None,
-    "/v1/responses": responses_told,
-    "/v1/messages": messages_told,
+    "/v1/responses": numbered_events,
+    "/v1/messages": named_events,
 }
 
 

@@ -12,7 +12,7 @@ from tinyserve.server.app import create_app
 from tinyserve.server.blocks import CALL, TEXT, THOUGHT, Blocks, Part
 from tinyserve.server.responses_writer import ResponseWriter, Shape
 
-from .conftest import FakeEngine, client_of, refused, service_of
+from .conftest import FakeEngine, client_of, numbered_events, refused, service_of
 
 URL = "/v1/responses"
 
@@ -20,21 +20,6 @@ URL = "/v1/responses"
 async def post(body, engine=None, **options):
     async with client_of(engine or FakeEngine(), **options) as client:
         return await client.post(URL, json={"input": "Hi", **body})
-
-
-def told(response):
-    """The events of a stream, checked: named as their data says, numbered from 0 without a gap."""
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    blocks = response.text.split("\n\n")
-    assert blocks.pop() == ""
-    found = []
-    for number, block in enumerate(blocks):
-        name, data = block.split("\n")
-        event = strict(data.removeprefix("data: "))
-        assert name == "event: " + event["type"] and event["sequence_number"] == number
-        found.append(event)
-    return found
 
 
 def test_a_whole_response(run):
@@ -50,7 +35,7 @@ def test_a_whole_response(run):
 
 
 def test_the_order_of_events(run):
-    events = told(run(post({"stream": True})))
+    events = numbered_events(run(post({"stream": True})))
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
 
@@ -66,7 +51,7 @@ def test_the_order_of_events(run):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_cut_one_is_incomplete(run, stream):
     response = run(post({"max_output_tokens": 2, "stream": stream}))
-    answer = told(response)[-1]["response"] if stream else strict(response.text)
+    answer = numbered_events(response)[-1]["response"] if stream else strict(response.text)
 
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][0]["status"] == "incomplete"
@@ -76,7 +61,7 @@ def test_logprobs_join_to_the_whole_ones(run):
     """Each token is listed once, also the end token, which has no text."""
     body = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
     whole = strict(run(post(body)).text)["output"][0]["content"][0]["logprobs"]
-    events = told(run(post({**body, "stream": True})))
+    events = numbered_events(run(post({**body, "stream": True})))
     pieces = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
 
     assert [entry["token"] for entry in whole] == ["a", "b", "c", ""]
@@ -213,7 +198,7 @@ def test_in_the_background(run):
                 await asyncio.sleep(0.005)
             assert now["output"][0]["content"][0]["text"] == "abc" and service.inflight == 0
             refused(await client.get(f"{URL}/{begun['id']}?stream=true"), 400, "stream")
-            streamed = told(await client.post(URL, json={"input": "x", "background": True, "stream": True}))
+            streamed = numbered_events(await client.post(URL, json={"input": "x", "background": True, "stream": True}))
             again = await client.get(f"{URL}/{streamed[0]['response']['id']}?stream=true&starting_after=4")
         numbers = [json.loads(b.split("data: ")[1])["sequence_number"] for b in again.text.split("\n\n")[:-1]]
         assert streamed[-1]["type"] == "response.completed"
@@ -269,7 +254,7 @@ def test_a_reader_that_leaves_does_not_end_a_background_response(run):
 
 
 def test_a_failure_in_a_stream(run):
-    events = told(run(post({"stream": True}, FakeEngine(fail_at=2))))
+    events = numbered_events(run(post({"stream": True}, FakeEngine(fail_at=2))))
 
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["code"] == "server_error"

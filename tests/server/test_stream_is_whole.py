@@ -7,9 +7,7 @@ from tests.engine.toy import letters, script
 from tests.served import in_process, strict
 from tinyserve.text.template import ChatTemplate
 
-from .conftest import events
-from .test_anthropic import told as of_messages
-from .test_responses import told as of_responses
+from .conftest import events, named_events, numbered_events
 from .toys import toy_service
 
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}>")
@@ -108,7 +106,7 @@ async def block_pair(client, rng):
     if rng.random() < 0.5:
         body |= {"input": rng.choice("xyz"), "max_output_tokens": rng.choice([1, 5, 30])}
         whole, stream = await pair(client, "/v1/responses", body)
-        answer, found = strict(whole.text), of_responses(stream)
+        answer, found = strict(whole.text), numbered_events(stream)
         final = found[-1]["response"]
         texts = ["".join(p["text"] for p in item["content"]) for item in answer["output"]]
         deltas = "".join(e["delta"] for e in found if e["type"] == "response.output_text.delta")
@@ -118,7 +116,7 @@ async def block_pair(client, rng):
         body = {"messages": [{"role": "user", "content": rng.choice("xyz")}], "temperature": 0}
         body |= {"max_tokens": rng.choice([1, 5, 30]), "stop_sequences": rng.choice([[], ["bc"], ["END"]])}
         whole, stream = await pair(client, "/v1/messages", body)
-        answer, found = strict(whole.text), of_messages(stream)
+        answer, found = strict(whole.text), named_events(stream)
         deltas = "".join(e["delta"]["text"] for e in found if e["type"] == "content_block_delta")
         assert "".join(block["text"] for block in answer["content"]) == deltas, body
         ended = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
