@@ -135,7 +135,8 @@ async def test_lines_that_no_request_can_have(tok, tmp_path):
 
 
 def test_the_command(tiny, tmp_path):
-    """With a model of random weights, under a server's key that no line has; then into a folder that is not there."""
+    """With a model of random weights, under a server's key that no line has: 5 equal greedy answers of 3 tokens in the
+    place of what was in the file."""
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     sink.write_text("answers of another day\n")
     source.write_text("".join(json.dumps({**LINES[0], "custom_id": str(number)}) + "\n" for number in range(5)))
@@ -143,8 +144,10 @@ def test_the_command(tiny, tmp_path):
     options = [str(tiny), "--served-model-name", "tiny", "--num-gpu-blocks-override", "64", "--device", "cpu"]
     assert main([*files, *options, "--api-key", "k", "--max-num-seqs", "2"]) == 0
     found = read(sink.read_bytes())
-    assert set(found) == set("01234")
-    assert {answer["response"]["body"]["choices"][0]["message"]["content"] for answer in found.values()} != {""}
+    bodies = [answer["response"]["body"] for answer in found.values()]
+    assert set(found) == set("01234") and len(sink.read_bytes().splitlines()) == 5
+    assert [body["usage"]["completion_tokens"] for body in bodies] == [3] * 5
+    assert len({body["choices"][0]["message"]["content"] for body in bodies}) == 1
 
 
 def test_answers_of_another_day_stay_until_the_model_is_loaded(tmp_path, capsys):
