@@ -84,6 +84,22 @@ def test_numbers_of_tokens(device, dtype, tokens):
         assert_close(one, other)
 
 
+@pytest.mark.parametrize("head_dim, rotary, heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_few_tokens_are_rotated_by_matrices(head_dim, rotary, heads, kv_heads, interleaved):
+    """On the CPU, in a step that keeps what layers share: the rotation of pairs, and the matrices are made once."""
+    arguments = inputs(5, head_dim, rotary, heads, kv_heads, dtype=torch.float32, device="cpu", norm=False)
+    arguments |= {"interleaved": interleaved}
+    memo = {}
+
+    actual = run(rope.qk_norm_rope_write_reference, arguments | {"memo": memo})
+
+    for one, other in zip(actual, run(rope.qk_norm_rope_write_reference, arguments), strict=True):
+        assert_close(one, other)
+    turns = [value for key, value in memo.items() if key[0] == "turn"]
+    assert [turn.shape for turn in turns] == [(5, head_dim, head_dim)] * (rotary is not None)
+
+
 @pytest.mark.parametrize("function", [rope.qk_norm_rope_write, rope.qk_norm_rope_write_reference])
 def test_only_the_named_slots_change(device, function):
     """Breaks if slot -1 writes the last place of the last block (79), or V is normalised or turned."""
