@@ -194,6 +194,28 @@ def test_a_limit_of_addresses_that_is_there_already_stays(monkeypatch):
     trial._bound(150)
 
 
+def test_what_needs_a_deep_stack_ends_the_child():
+    """2,500 rules that lead to each other passed, and the process of the parent ended where its threads have 2 MB."""
+    tried = trial.Trial(VOCAB, {}, (EOS,))
+    chains = ["\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(n)), f'r{n}: "a"']) for n in (200, 2500)]
+    try:
+        assert tried.run(chains[0], 3.0).error == ""
+        with pytest.raises(trial.TooMuch, match="too deep"):
+            tried.run(chains[1], 3.0)
+        assert tried.run("start: /a/", 3.0).error == ""
+    finally:
+        tried.close()
+
+
+@pytest.mark.parametrize(
+    "soft, stack", [(8 << 20, 4 << 20), (resource.RLIM_INFINITY, 1 << 20), (1 << 40, 8 << 20), (9001, 1 << 16)]
+)
+def test_a_trial_has_half_of_the_stack_that_threads_have(soft, stack, monkeypatch):
+    """Threads have what the limit of a process is, and 2 MB where there is none."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, resource.RLIM_INFINITY))
+    assert trial._stack() == stack
+
+
 def test_the_child_finds_its_libraries_and_no_secrets(monkeypatch):
     """Its environment was empty: Python built with shared libraries elsewhere, or on Windows, did not start."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")

@@ -2,8 +2,8 @@
 
 The library counts its steps, but one step can be as large as it likes: the intersection of thirty patterns, or a
 number that must be a multiple of 1234567, holds a thread for minutes and takes gigabytes, and no thread can be stopped.
-So each grammar is first compiled in a child with few seconds of its core and little memory, and followed for some
-tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar starts another child.
+So each grammar is first compiled in a child with few seconds of its core, little memory and half of the stack, and
+followed for some tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar starts another child.
 
     parent <--"!"-- child, once          parent --length, grammar--> child: compile, follow --length, JSON--> parent
 
@@ -42,6 +42,8 @@ MEMORY_BYTES = 256 * 2**20  # that one grammar may take
 START_SECONDS = 30.0  # for a new child, on a busy machine
 PATIENCE = 5.0  # so many times the seconds that a grammar may compute, on a busy machine
 FOLLOWED = 24  # tokens
+THREAD_BYTES = 2**21  # of stack, that a thread has where the system sets no limit
+LEAST_STACK, MOST_STACK = 2**16, 2**23  # of a trial
 # Steps of work, about 50,000 of them a millisecond, and sizes; beyond them the library gives up on a grammar.
 BOUNDS = {
     "initial_lexer_fuel": 2_000_000,
@@ -121,7 +123,9 @@ class Trial:
             error, size, fresh = json.loads(_read(child, length, end))
             done = fresh
         except (OSError, EOFError, ValueError):
-            raise TooMuch(f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile") from None
+            raise TooMuch(
+                f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile, or goes too deep"
+            ) from None
         finally:
             if not done:  # dead, stuck, or grown
                 self._end()
@@ -195,7 +199,17 @@ class _Bytes:
 
 
 def child() -> None:
-    """The other end: answers until the pipe ends, or a grammar goes too far."""
+    """The other end: answers until the pipe ends, or a grammar goes too far.
+
+    The library calls itself for what stands in something else. That has to overflow here rather than in the parent.
+    """
+    threading.stack_size(_stack())
+    thread = threading.Thread(target=_answer)
+    thread.start()
+    thread.join()
+
+
+def _answer() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     size, special, end_ids = json.loads(sys.argv[2])
     tokens = LLTokenizer(TokenizerWrapper(_Bytes(size, special, end_ids)), eos_token=end_ids or None)
@@ -237,6 +251,15 @@ def _bound(size: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (size, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _stack() -> int:
+    """Bytes of stack for a trial: half of what threads of the parent have, whose limits are the same."""
+    resource = _limits_of_processes()
+    size = THREAD_BYTES
+    if resource is not None and (limit := resource.getrlimit(resource.RLIMIT_STACK)[0]) != resource.RLIM_INFINITY:
+        size = limit
+    return min(max(size // 2 // LEAST_STACK * LEAST_STACK, LEAST_STACK), MOST_STACK)
 
 
 def _limits_of_processes() -> ModuleType | None:
