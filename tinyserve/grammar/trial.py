@@ -3,7 +3,8 @@
 The library counts its steps, but one step can be as large as it likes: the intersection of thirty patterns, or a
 number that must be a multiple of 1234567, holds a thread for minutes and takes gigabytes, and no thread can be stopped.
 So each grammar is first compiled in a child with few seconds of its core, little memory and half of the stack, and
-followed for some tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar starts another child.
+followed for some tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar starts
+another child.
 
     parent <--"!"-- child, once          parent --length, grammar--> child: compile, follow --length, JSON--> parent
 
