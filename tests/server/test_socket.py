@@ -332,6 +332,12 @@ def test_a_unix_socket_in_use_stays_its_servers(run, tmp_path):
     run(go())
 
 
+@pytest.mark.parametrize("host", ["x" * 64, "a..b", "é" * 63], ids=["long", "empty", "long when encoded"])
+def test_a_name_that_no_host_can_have_is_told(host):
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        open_socket(service_of(None, host=host).config.server)
+
+
 def test_a_port_in_use_is_said_so():
     service = service_of(None, port=0)
     bound = open_socket(service.config.server)

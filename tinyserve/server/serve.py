@@ -44,8 +44,9 @@ def open_socket(options: ServerOptions) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}.") from None
+    except (OSError, UnicodeError) as error:  # the latter: no name can have such a part
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {reason}.") from None
     return bound
 
 
