@@ -78,6 +78,15 @@ def test_overrides_are_strongest(tmp_path):
         load(tmp_path, overrides={"temprature": 1})
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("temperature", "hot"), ("top_p", 7), ("max_new_tokens", -1), ("eos_token_id", "x"), ("eos_token_id", [[1]]),
+])  # fmt: skip
+def test_a_wrong_override_is_told_as_the_option_that_it_is(tmp_path, name, value):
+    """It was told as a fault of the model's files; an end that is none was passed over."""
+    with pytest.raises(ConfigError, match="--override-generation-config: "):
+        load(tmp_path, overrides={name: value})
+
+
 def test_another_file(tmp_path):
     other = tmp_path / "other"
     other.mkdir()

@@ -64,7 +64,7 @@ class GenerationDefaults:
         Args:
             generation_config: "auto" (the model's file), "vllm" (neutral sampling; end ids stay), or a folder or file.
             overrides: keys of OVERRIDES, stronger than the file.
-        Raises: ConfigError: unknown override, or no such file; CheckpointError: a value out of range.
+        Raises: ConfigError: unknown or wrong override, or no such file; CheckpointError: a value out of range.
         """
         overrides = dict(overrides or {})
         if unknown := sorted(overrides.keys() - OVERRIDES):
@@ -79,6 +79,8 @@ class GenerationDefaults:
         ends = {tokenizer.eos_id} - {None}
         if "eos_token_id" in overrides:
             extra = _ids(overrides["eos_token_id"])
+            if not extra:
+                raise ConfigError("--override-generation-config: eos_token_id must be a token id, or a list of them.")
         else:
             extra = _ids(named.get("eos_token_id")) | _config_ends(source) | _gguf_ends(source, tokenizer)
         if not ends:  # the tokenizer names no end token: all the others are plain ends, without a stop_reason
@@ -94,6 +96,8 @@ class GenerationDefaults:
         try:
             defaults.fill({})
         except RequestError as error:
+            if {"max_tokens": "max_new_tokens"}.get(error.param, error.param) in overrides:
+                raise ConfigError(f"--override-generation-config: {error}") from error
             raise CheckpointError(f"The model's generation defaults are out of range: {error}") from error
         return defaults
 
