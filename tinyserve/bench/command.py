@@ -50,6 +50,8 @@ def arguments(kind: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[
         raise ConfigError(str(error)) from None
     if any(isinstance(value, (int, float)) and value < 0 for value in vars(found).values()):
         raise ConfigError(f"tinyserve bench {kind}: numbers must not be negative.")
+    if kind != "startup" and found.batch < 1:
+        raise ConfigError(f"--{'num-prompts' if kind == 'throughput' else 'batch-size'} must be at least 1.")
     check_writable(found.output_json)
     return found, rest
 

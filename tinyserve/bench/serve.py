@@ -104,12 +104,16 @@ def _check(options: argparse.Namespace) -> None:
     wrong += [name for name in ("request_rate", "burstiness", "random_vocab") if not getattr(options, name) > 0]
     if wrong:
         raise ConfigError(f"--{wrong[0].replace('_', '-')} must be above 0.")
+    if not options.ready_check_timeout_sec >= 0:
+        raise ConfigError("--ready-check-timeout-sec must be a number from 0 on.")
     if options.dataset_name and (options.dataset_name == "custom") != (options.dataset_path is not None):
         raise ConfigError("--dataset-name custom and --dataset-path FILE go together.")
     options.endpoint = options.endpoint or BACKENDS[options.backend]
     options.base_url = options.base_url or f"http://{options.host}:{options.port}"
     if bare := [pair for pair in options.header if "=" not in pair]:
         raise ConfigError(f"--header takes NAME=VALUE, got {bare[0]!r}.")
+    if not all(text.isprintable() for text in (*options.header, options.api_key or "")):
+        raise ConfigError("--header and --api-key must be printable text: a line of the request carries them.")
     if not isinstance(options.extra_body, dict):
         raise ConfigError("--extra-body must be a JSON object.")
     options.metrics = [name for name in options.percentile_metrics.split(",") if name]
@@ -148,7 +152,8 @@ async def first_model(server: Server, seconds: float) -> str:
                 return orjson.loads(b"".join(body))["data"][0]["id"]
             problem = f"{head.status}: {b''.join(body)[:200].decode('utf-8', 'replace')}"
             if head.status in (401, 403):
-                raise EngineError(f"{server.url} refuses: {problem}")
+                cure = " Give a key with --api-key, or set TINYSERVE_API_KEY." if head.status == 401 else ""
+                raise EngineError(f"{server.url} refuses: {problem}{cure}")
         except Broken as error:
             problem = str(error)
         except (ValueError, LookupError, TypeError):
