@@ -64,6 +64,10 @@ def test_text_and_native_values_give_the_same_option():
         ({"model": ""}, "--model: is empty"),
         ({"host": " "}, "--host: is empty"),  # it listened on every address
         ({"uds": ""}, "--uds: is empty"),
+        ({"host": "127.0.0.1:8000"}, "--host: must be a name or an address without scheme and port"),
+        ({"host": "[::1]"}, "without scheme"),
+        ({"host": "http://localhost"}, "without scheme"),
+        ({"hf_overrides": {1: 2}}, "--hf-overrides: must have names as keys, got 1"),
         ({"metrics_prefix": "a b"}, "--metrics-prefix: must be letters"),
         ({"root_path": "//evil.example.org"}, "such as /api"),
         ({"allowed_hosts": "http://a/"}, "without scheme"),
@@ -151,6 +155,13 @@ def test_an_empty_variable_is_none(monkeypatch):
 def test_clients_read_keys_as_the_server_does(monkeypatch, text, key):
     monkeypatch.setenv("TINYSERVE_API_KEY", text)
     assert config.client_api_key() == key
+
+
+@pytest.mark.parametrize(
+    "host", ["::", "::1", "fe80::1%eth0", "::ffff:10.0.0.1", "0.0.0.0", "localhost", "a-b.example.org"]
+)
+def test_addresses_of_all_kinds(host):
+    assert config.build({"host": host}).server.host == host
 
 
 def test_the_context_may_be_automatic():

@@ -114,6 +114,7 @@ def test_keys_of_an_object_add_to_its_json():
         (["--tensor-parallel-size"], "leave it out, or say 1"),
         (["--pp-size", "2"], "--pp-size: --pipeline-parallel-size is an option of vLLM"),
         (["-O0"], "--enforce-eager"),
+        (["--default-chat-template-kwargs", '{"messages": 1}'], "must not contain 'messages'"),
         (["--no-disable-log-requests"], "--enable-log-requests"),
         (["--enable-expert-parallel", "a"], "leave it out"),
         (["--structured-outputs-config.backend", "xgrammar"], "or say auto or guidance"),
@@ -233,6 +234,8 @@ def test_help_names_every_option(capsys):
      (["collect-env", "x"], 2),
      (["chat", "--url", "unix:/does/not/exist", "-q", "x"], 1), (["chat", "--url", "http://[", "-q", "x"], 1),
      (["chat", "--url", "http://a b:x/", "-q", "x"], 1), (["chat", "--url", "ftp://a", "-q", "x"], 2),
+     (["bench", "latency", "--batch-size", "0"], 2), (["bench", "throughput", "--num-prompts", "0"], 2),
+     (["bench", "serve", "--ready-check-timeout-sec", "nan"], 2), (["bench", "serve", "--header", "a=b\nc"], 2),
      (["chat", "--api-key", "a\nb", "-q", "x"], 2), (["complete", "--max-tokens", "1e400", "-q", "x"], 2), ([""], 2)],
 )  # fmt: skip
 def test_exit_codes(argv, code, capsys):

@@ -127,7 +127,7 @@ class RunnerOptions:
     cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "batch sizes that get a device graph", low=1)
     batch_invariant: bool = option(False, "equal bits for a request whatever shares its batch; slower")
     cpu_threads: int | None = option(
-        None, "threads for the CPU device [all cores but one, which serves]", low=1, high=2**12
+        None, "threads for the CPU device [all cores but one, which serves]", low=1, high=2**10
     )
 
 
@@ -135,7 +135,10 @@ class RunnerOptions:
 class ServerOptions:
     """The HTTP server."""
 
-    host: str = option("127.0.0.1", "address to listen on")
+    host: str = option(
+        "127.0.0.1", "address to listen on",
+        form=(r"[^\s/:@\[\]]+|(?=.*:.*:)[0-9a-fA-F:.]+(%[\w.-]+)?", "be a name or an address without scheme and port"),
+    )  # fmt: skip
     port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
     uds: str | None = option(None, "unix socket to listen on, instead of host and port")
     api_key: tuple[str, ...] = option(

@@ -254,6 +254,8 @@ def _mapping(value: Any) -> dict[str, Any]:
             raise ValueError(f"must be a JSON object, got {shown(value)} ({error})") from None
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object of names and values, got {shown(value)}")
+    if wrong := [key for key in value if not isinstance(key, str)]:
+        raise ValueError(f"must have names as keys, got {shown(wrong[0])}")
     return dict(value)
 
 

@@ -78,7 +78,19 @@ def read_config(argv: Sequence[str], prog: str, description: str) -> EngineConfi
     values = _checked(_from_file(file), f"{file}") if file else {}
     values |= _checked(environment, "environment")
     values |= _checked(_with_dotted(_with_lists(line), dotted), None)
-    return build(values)
+    config = build(values)
+    _check_variables(config.server.default_chat_template_kwargs)
+    return config
+
+
+def _check_variables(given: Mapping[str, Any]) -> None:
+    """Raises: ConfigError: a variable that is the request's own, which would make every request a wrong one."""
+    if not given:
+        return
+    from ..text.template import RESERVED
+
+    if wrong := sorted(RESERVED & given.keys()):
+        raise ConfigError(f"--default-chat-template-kwargs must not contain {wrong[0]!r}, which each request gives.")
 
 
 def _with_lists(line: dict[str, Any]) -> dict[str, Any]:
