@@ -172,9 +172,9 @@ def test_a_wrong_key_is_a_401(run, key):
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-@pytest.mark.parametrize("header", [b"Bearer right", b"bearer other", "Bearer sésame".encode()])
+@pytest.mark.parametrize("header", [b"Bearer right", b"bearer other", b"Bearer  right "])
 def test_any_of_the_keys_opens(run, header):
-    options = {"api_key": ["right", "other", "sésame"]}
+    options = {"api_key": ["right", "other"]}
 
     assert run(call("POST", CHAT, json=HI, headers={"Authorization": header}, options=options)).status_code == 200
     assert run(call("GET", "/health", options=options)).status_code == 200
