@@ -71,6 +71,18 @@ class Constraint:
             self, "key", (self.kind, type(self.value) is str, text, self.compact, self.closed, self.blanks)
         )
 
+    @classmethod
+    def from_key(cls, key: Sequence[Any]) -> Constraint:
+        """A constraint of its own with this key, in another process."""
+        kind, is_text, text, compact, closed, blanks = key
+        value = text if is_text else json.loads(text)
+        return cls(kind=kind, value=value, compact=compact, closed=closed, blanks=blanks)
+
+    @property
+    def size(self) -> int:
+        """Characters of what is held."""
+        return len(self.key[2])
+
 
 @frozen(kw_only=True)
 class StructuredOutputsParams:

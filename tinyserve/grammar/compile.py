@@ -4,7 +4,7 @@ A request whose grammar is not compiled waits in the scheduler's queue (its cons
 pass it. Each grammar is tried in a process first (trial.py), so that none can hold a thread, or take memory, for long.
 Nearly all are compiled within milliseconds; those that are not go to a thread of their own, and nobody waits for them.
 
-Before: schema.py, trial.py.  After: matcher.py (one answer's place in a grammar), engine/engine.py (tells failures).
+Before: trial.py.  After: matcher.py (one answer's place in a grammar), engine/engine.py (tells failures).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
+from .asked import MAX_CHARACTERS
 from .matcher import UNCONSTRAINED, Constraint, Matcher, Words
 from .ordinary import Ordinary
-from .schema import first_line, grammar_text
-from .trial import TooMuch, Trial, limits
+from .sayings import explained
+from .trial import PARENT_STACK, TooMuch, Trial, compiled, with_stack
 
 CACHED = 512  # grammars
 CACHED_BYTES = 512 * 2**20
@@ -153,18 +154,19 @@ class Grammars:
             return self._words
 
     def _compile(self, wanted: Wanted, seconds: float) -> tuple[LLMatcher | None, int]:
-        words = self.words
         if wanted.kind == "thought":
             return None, 0
-        text = grammar_text(wanted, words.special)
-        verdict = self._trial(seconds).run(text, seconds)
+        if wanted.size > MAX_CHARACTERS:
+            raise RequestError(f"{wanted.param}: is longer than {MAX_CHARACTERS} characters", param=wanted.param)
+        verdict = self._trial(seconds).run(wanted, seconds)
         error = verdict.error
         if not error:
-            matcher = LLMatcher(self._tokens(), text, log_level=0, limits=limits())
+            tokens = self._tokens()
+            matcher = with_stack(PARENT_STACK, lambda: compiled(tokens, verdict.text))
             mask = matcher.compute_bitmask()  # some grammars fail at their first mask
-            error = matcher.get_error()
+            error = explained(matcher.get_error() or "")
         if error:
-            raise RequestError(f"{wanted.param}: {first_line(error)}", param=wanted.param)
+            raise RequestError(f"{wanted.param}: {error}", param=wanted.param)
         if not any(mask):
             raise RequestError(f"{wanted.param}: nothing satisfies it.", param=wanted.param)
         return matcher, verdict.bytes

@@ -24,7 +24,7 @@ from attrs import define, field, frozen
 from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
-from .schema import first_line
+from .sayings import explained
 from .thought import Gate, Mode
 
 MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 128-bit integer has 39
@@ -382,7 +382,7 @@ class Matcher:
 
     def _fail(self) -> None:
         self.error = RequestError(
-            f"{self._wanted.param}: the answer cannot go on within it: {first_line(self._match.get_error())}",
+            f"{self._wanted.param}: the answer cannot go on within it: {explained(self._match.get_error())}",
             param=self._wanted.param,
         )
 

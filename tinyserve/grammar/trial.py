@@ -2,18 +2,21 @@
 
 The library counts its steps, but one step can be as large as it likes: the intersection of thirty patterns, or a
 number that must be a multiple of 1234567, holds a thread for minutes and takes gigabytes, and no thread can be stopped.
-So each grammar is first compiled in a child with few seconds of its core, little memory and half of the stack, and
+So each grammar is first compiled in a child with few seconds of its core, little memory and a quarter of the stack, and
 followed for some tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar starts
 another child.
 
-    parent <--"!"-- child, once          parent --length, grammar--> child: compile, follow --length, JSON--> parent
+    parent <--"!"-- child, once        parent --length, JSON--> child: make, compile, follow --length, JSON--> parent
+
+What was asked for is made a grammar there as well: that takes a second for a schema of 250 KB that is meant to, in
+which the threads of the server would stand in line for the interpreter.
 
 A system without limits of a process (Windows) bounds a trial by the parent's patience alone: a grammar may take as much
 memory there as it gets within that time.
 
 The child's vocabulary is the 256 bytes and the special tokens: what a grammar costs hardly depends on the words.
 
-Before: schema.py (the text of a grammar).  After: compile.py, which compiles for itself what has passed.
+Before: asked.py (the text of a grammar).  After: compile.py, which compiles for itself what has passed.
 """
 
 from __future__ import annotations
@@ -29,29 +32,36 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from attrs import frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ..config import environment_to_start
+from ..structured import Constraint
+from .asked import Asked
+from .numbers import Wrong
+from .sayings import MAX_ALTERNATIVES
 
 MEMORY_BYTES = 256 * 2**20  # that one grammar may take
 START_SECONDS = 30.0  # for a new child, on a busy machine
 PATIENCE = 5.0  # so many times the seconds that a grammar may compute, on a busy machine
 FOLLOWED = 24  # tokens
-THREAD_BYTES = 2**21  # of stack, that a thread has where the system sets no limit
-LEAST_STACK, MOST_STACK = 2**16, 2**23  # of a trial
+# Stacks of threads. The library goes into a grammar with them, and what has passed in a child must not be too deep for
+# the parent. It is followed in threads of any kind, so less is enough for that.
+CHILD_STACK, PARENT_STACK, FOLLOW_STACK = 2**23, 2**25, 2**20
 # Steps of work, about 50,000 of them a millisecond, and sizes; beyond them the library gives up on a grammar.
 BOUNDS = {
     "initial_lexer_fuel": 2_000_000,
     "step_lexer_fuel": 500_000,
     "max_grammar_size": 500_000,
-    "max_items_in_row": 12_000,  # 3000 optional properties, or 1000 branches of anyOf
+    "max_items_in_row": MAX_ALTERNATIVES,
 }
+T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _READY = b"!"
 _CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tinyserve.grammar.trial import child; child()"
@@ -67,15 +77,39 @@ class NoChild(RuntimeError):
 
 @frozen
 class Verdict:
-    """What came of a grammar. error: the library's, or "".   bytes: of memory that it takes."""
+    """What came of a grammar.
+
+    Args: error: what is wrong, or "".   bytes: of memory that it takes.   text: of it, for the library.
+    """
 
     error: str
     bytes: int
+    text: str
 
 
-def limits() -> LLParserLimits:
-    """The library's own bounds."""
-    return LLParserLimits(**BOUNDS)
+def compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+    """A grammar's text, compiled within the library's own bounds; it holds what is wrong itself."""
+    return LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**BOUNDS))
+
+
+def with_stack(size: int, work: Callable[[], T]) -> T:
+    """Have work done in a thread with a stack of so many bytes, and wait for it."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="tinyserve-deep", daemon=True)
+    before = threading.stack_size(size)  # of all threads that start now
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    return done.result()
 
 
 class Trial:
@@ -105,8 +139,8 @@ class Trial:
                     process_group=0,  # an interrupt from the terminal is not meant for it
                 )
 
-    def run(self, grammar: str, seconds: float) -> Verdict:
-        """What comes of a grammar's text. seconds: of one core, at most. Raises: TooMuch; NoChild."""
+    def run(self, wanted: Constraint, seconds: float) -> Verdict:
+        """What comes of a grammar. seconds: of one core, at most. Raises: TooMuch; NoChild."""
         child = self._child
         if child is not None and child.poll() is not None:
             self._end()  # somebody killed it while it had nothing to do: not this grammar's fault
@@ -116,21 +150,21 @@ class Trial:
             raise TooMuch("these grammars are closed")
         self._await(child)
         try:
-            data = json.dumps([seconds, grammar]).encode()
+            data = json.dumps([seconds, *wanted.key]).encode()
             child.stdin.write(_LENGTH.pack(len(data)) + data)
             child.stdin.flush()
             end = time.monotonic() + START_SECONDS + seconds * PATIENCE
             (length,) = _LENGTH.unpack(_read(child, _LENGTH.size, end))
-            error, size, fresh = json.loads(_read(child, length, end))
+            error, size, text, fresh = json.loads(_read(child, length, end))
             done = fresh
         except (OSError, EOFError, ValueError):
-            raise TooMuch(
-                f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile, or goes too deep"
-            ) from None
+            if self._end() == -signal.SIGSEGV:
+                raise TooMuch("what it asks for is nested too deeply, or references lead too deep; nest less") from None
+            raise TooMuch(f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile") from None
         finally:
             if not done:  # dead, stuck, or grown
                 self._end()
-        return Verdict(error, size)
+        return Verdict(error, size, text)
 
     def _await(self, child: subprocess.Popen[bytes]) -> None:
         """Wait until a new child reads. Raises: NoChild."""
@@ -148,16 +182,19 @@ class Trial:
         self._closed = True
         self._end()
 
-    def _end(self) -> None:
+    def _end(self) -> int:
+        """End the child, if there is one. Returns: the status with which it ended."""
         with self._lock:
             child, self._child = self._child, None
-        if child is not None:
-            with contextlib.suppress(OSError):
-                child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                with contextlib.suppress(OSError):  # what could not be written any more
-                    pipe.close()
+        if child is None:
+            return 0
+        with contextlib.suppress(OSError):
+            child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            with contextlib.suppress(OSError):  # what could not be written any more
+                pipe.close()
+        return child.returncode
 
 
 def _read(child: subprocess.Popen[bytes], count: int, end: float) -> bytes:
@@ -200,37 +237,36 @@ class _Bytes:
 
 
 def child() -> None:
-    """The other end: answers until the pipe ends, or a grammar goes too far.
-
-    The library calls itself for what stands in something else. That has to overflow here rather than in the parent.
-    """
-    threading.stack_size(_stack())
-    thread = threading.Thread(target=_answer)
-    thread.start()
-    thread.join()
-
-
-def _answer() -> None:
+    """The other end: answers until the pipe ends, or a grammar goes too far."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     size, special, end_ids = json.loads(sys.argv[2])
     tokens = LLTokenizer(TokenizerWrapper(_Bytes(size, special, end_ids)), eos_token=end_ids or None)
-    _follow(tokens, "start: /[a-z]+/")  # what the library makes once
+    _follow(compiled(tokens, "start: /[a-z]+/"))  # what the library makes once
     usual = _memory()
     _bound(_memory(0) + MEMORY_BYTES)
     sink.write(_READY)
     sink.flush()
     while head := source.read(_LENGTH.size):
-        seconds, grammar = json.loads(source.read(*_LENGTH.unpack(head)))
-        before = _memory()
+        seconds, *key = json.loads(source.read(*_LENGTH.unpack(head)))
         _alarm(seconds)
-        matcher = _follow(tokens, grammar)
+        verdict = _tried(tokens, special, key)
         _alarm(0)
-        grown = _memory() - before
-        error = matcher.get_error() or ""
-        del matcher
-        data = json.dumps([error, max(0, grown), _memory() - usual < MEMORY_BYTES // 4]).encode()
+        data = json.dumps([*verdict, _memory() - usual < MEMORY_BYTES // 4]).encode()
         sink.write(_LENGTH.pack(len(data)) + data)
         sink.flush()
+
+
+def _tried(tokens: LLTokenizer, special: Mapping[str, int], key: Sequence[Any]) -> tuple[str, int, str]:
+    """What is wrong with a grammar, the memory that it takes, and its text. Args: key: of a Constraint."""
+    try:
+        asked = Asked(Constraint.from_key(key), special)
+    except Wrong as error:
+        return str(error), 0, ""
+    before = _memory()
+    matcher = with_stack(CHILD_STACK, lambda: compiled(tokens, asked.text))
+    with_stack(FOLLOW_STACK, lambda: _follow(matcher))
+    grown, error = max(0, _memory() - before), matcher.get_error()
+    return with_stack(CHILD_STACK, lambda: asked.explained(error)) if error else "", grown, asked.text
 
 
 def _alarm(seconds: float) -> None:
@@ -254,15 +290,6 @@ def _bound(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _stack() -> int:
-    """Bytes of stack for a trial: half of what threads of the parent have, whose limits are the same."""
-    resource = _limits_of_processes()
-    size = THREAD_BYTES
-    if resource is not None and (limit := resource.getrlimit(resource.RLIMIT_STACK)[0]) != resource.RLIM_INFINITY:
-        size = limit
-    return min(max(size // 2 // LEAST_STACK * LEAST_STACK, LEAST_STACK), MOST_STACK)
-
-
 def _limits_of_processes() -> ModuleType | None:
     """The module `resource`; None on a system that has none."""
     try:
@@ -271,9 +298,8 @@ def _limits_of_processes() -> ModuleType | None:
         return None
 
 
-def _follow(tokens: LLTokenizer, grammar: str) -> LLMatcher:
-    """Compile a grammar and go along with it for some tokens that it allows."""
-    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits())
+def _follow(matcher: LLMatcher) -> None:
+    """Go along with a grammar for some tokens that it allows."""
     draw = random.Random(0)
     for _ in range(FOLLOWED):
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -282,7 +308,6 @@ def _follow(tokens: LLTokenizer, grammar: str) -> LLMatcher:
         may = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         if not len(may) or not matcher.consume_token(int(draw.choice(may))):
             break
-    return matcher
 
 
 def _memory(field: int = 1) -> int:

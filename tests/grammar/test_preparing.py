@@ -1,0 +1,161 @@
+"""How a schema is made ready for the library: bounded, elsewhere, and what is wrong is told with its place."""
+
+import random
+import string
+import threading
+
+import pytest
+
+from tests.scripted import EOS, VOCAB
+from tinyserve.errors import RequestError
+from tinyserve.grammar import asked, compile, schema
+from tinyserve.grammar.compile import Grammars
+from tinyserve.grammar.keywords import check_words
+from tinyserve.grammar.numbers import Wrong
+from tinyserve.grammar.places import Document, pointer
+from tinyserve.grammar.regexes import check_repeats
+from tinyserve.runner.workers import Workers
+from tinyserve.structured import StructuredOutputsParams
+
+from .harness import GRAMMARS, TOKENIZER, takes
+
+
+def fault(value, **form) -> str:
+    with pytest.raises(RequestError) as caught:
+        GRAMMARS.compiled(StructuredOutputsParams(**(form or {"json": value})).constraint()).result(60)
+    return str(caught.value)
+
+
+def test_no_schema_is_prepared_in_the_server(monkeypatch):
+    """249 KB of numbers took 1.2 s in the thread that all new grammars wait for; now that is a child's, and killed."""
+
+    def forbidden(*_):
+        raise AssertionError("prepared here")
+
+    for module, name in ((schema, "prepared"), (asked, "prepared"), (asked, "Asked")):
+        monkeypatch.setattr(module, name, forbidden)
+    assert takes("7", json={"$ref": "#/$defs/a", "$defs": {"a": {"enum": [7, 8]}}})
+
+
+def test_a_schema_that_takes_long_to_prepare_goes_aside(monkeypatch):
+    """1200 numbers with bounds, 0.2 s: the next grammar does not wait until they are done."""
+    monkeypatch.setattr(compile, "QUICK_SECONDS", 0.05)
+    numbers = {f"k{n}": {"type": "number", "minimum": -n - 0.5, "maximum": 1e9 + n / 7} for n in range(1200)}
+    slow = Workers("own-slow")
+    own = Grammars(TOKENIZER, VOCAB, {EOS}, quick=Workers("own-quick"), slow=slow)
+    try:
+        own.warm()
+        gate = threading.Event()
+        slow.submit(gate.wait, 60)  # what is slow does not begin before the other one has ended
+        heavy = {"type": "object", "properties": numbers, "required": list(numbers)}
+        first = own.compiled(StructuredOutputsParams(json=heavy).constraint())
+        own.compiled(StructuredOutputsParams(choice=["behind it"]).constraint()).result(60)
+        assert not first.done()
+        gate.set()
+        first.exception(60)
+    finally:
+        own.close()
+
+
+def chain(count, link):
+    return {
+        "$ref": "#/$defs/0",
+        "$defs": {str(n): link(f"#/$defs/{n + 1}") for n in range(count)} | {str(count): {"const": 1}},
+    }
+
+
+def test_chains_of_references_are_one_step():
+    """5000 said "is nested too deeply"; titles beside them are no matter."""
+    assert takes("1", json=chain(5000, lambda to: {"$ref": to, "title": "x"}))
+    assert not takes("2", json=chain(70, lambda to: {"$ref": to}))
+    assert takes("1", json=chain(90, lambda to: {"allOf": [{"$ref": to}]}))
+    assert "more than 200 schemas" in fault(chain(300, lambda to: {"allOf": [{"$ref": to}]}))
+    assert "nested too deeply, or references lead too deep" in fault(
+        chain(3000, lambda to: {"type": "object", "properties": {"a": {"$ref": to}}})
+    )
+    assert "leads back to itself" in fault(
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    )
+
+
+TOLD = [
+    ({"$ref": "#/$defs/no"}, "$ref '#/$defs/no' leads nowhere"),
+    ({"anyOf": []}, "anyOf is an empty list"),
+    ({"type": "object", "required": "a"}, "'required' must be a list of names"),
+    ({"type": "object", "required": [1]}, "'required' must be a list of names"),
+    ({"type": "object", "properties": []}, "properties must be an object"),
+    ({"type": "array", "items": 3}, "'items' must be a schema"),
+    ({"enum": "a"}, "enum must be a list of values"),
+    ({"type": []}, "it must be one of string, number"),
+    ({"type": "string", "pattern": 3}, "pattern must be a text"),
+    ({"type": "string", "pattern": r"\bfoo"}, r"the regex \bfoo looks at what is beside it"),
+    ({"type": "string", "pattern": "("}, "the regex ( cannot be read"),
+    ({"type": "object", "patternProperties": {"^a": {}, "^ab": {}}}, "a name may match both ^a and ^ab"),
+    ({"type": "string", "pattern": "^a$", "minLength": 3}, "no text has its pattern, format and length at once"),
+    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "its types and values exclude each other"),
+    ({"type": "array", "contains": {}}, "the keyword 'contains' is not enforced"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf is held only where"),
+    ({"$ref": "http://e/x"}, "'http://e/x' is another document, and none is fetched"),
+    ({"type": "integer", "minimum": 10**30}, "minimum 1000000000000000000000000000000"),
+]
+WORDS_OF_THE_LIBRARY = ("Pointer", "Expected", "Unsatisfiable", "Unimplemented", "regexes", "Resource", "not supported")
+
+
+@pytest.mark.parametrize(("wrong", "told"), TOLD)
+def test_what_is_wrong_is_told_with_its_place(wrong, told):
+    """It was "Pointer '/$defs/no' does not exist", of a schema with a hundred references; and no tool was named."""
+    inside = {"type": "object", "properties": {"a/b": {"type": "array", "items": wrong, "minItems": 1}},
+              "required": ["a/b"]}  # fmt: skip
+    inner = {
+        "type": "json_schema",
+        "name": "tool weather",
+        "json_schema": {"type": "object", "properties": {"x": wrong}, "required": ["x"]},
+    }
+    other = {"type": "json_schema", "name": "other", "json_schema": {"enum": [1]}}
+    tags = fault(None, structural_tag={"format": {"type": "sequence", "elements": [other, inner]}})
+    assert told in fault(wrong)
+    assert fault(inside).startswith("structured_outputs: at #/properties/a~1b/items: ") and told in fault(inside)
+    assert tags.startswith("structured_outputs: tool weather: at #/properties/x: ") and told in tags
+    assert not any(word in text for word in WORDS_OF_THE_LIBRARY for text in (tags, fault(inside), fault(wrong)))
+
+
+def test_remarks_pass_and_misspelt_words_do_not_whatever_stands_before_them():
+    """A remark "x-required" was "did you mean 'required'?"; behind 100 remarks "MinLength" was a remark, too."""
+    draw = random.Random(0)
+    remarks = {"".join(draw.choices(string.ascii_lowercase, k=11)): 0 for _ in range(3000)}
+    check_words({**remarks, "x-required": 1, "x-minlength": 2, "x-format": "y", "X-enum": 1, "order": 1})
+    wrong = {"MinLength": "minLength", "requierd": "required", "additionalPropertys": "additionalProperties",
+             "maxLenght": "maxLength", "uniqueitem": "uniqueItems", "patern": "pattern"}  # fmt: skip
+    for word, meant in wrong.items():
+        with pytest.raises(Wrong, match=f"'{word}'; did you mean '{meant}'"):
+            check_words({**remarks, word: 1})
+
+
+def test_what_stands_under_a_remark_is_a_schema_only_if_a_reference_leads_there():
+    """{"x-ui": {"minLength": -1}} was refused."""
+    schema = {"x-ui": {"minLength": -1}, "parts": {"a": {"minimum": "x"}}, "type": "string"}
+    assert takes('"a"', json=schema)
+    assert [pointer(place) for place, _ in Document(schema).parts] == ["#"]
+    referring = {**schema, "allOf": [{"$ref": "#/parts/a"}]}
+    assert fault(referring).endswith("at #/parts/a: minimum must be a number, is 'x'")
+
+
+@pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "((ab){300}c{2,400}){900}", "x(?:[a-z]{10,90}){5000}"])
+def test_repeats_of_repeats_are_counted_before_they_are_written_out(pattern):
+    """They took 3 s each, of the one thread for slow grammars."""
+    for form in (
+        {"regex": pattern},
+        {"json": {"type": "string", "pattern": pattern}},
+        {"grammar": f"start: /{pattern}/"},
+    ):
+        assert "repeats what repeats itself" in fault(None, **form)
+    check_repeats("(a{1000}b){3}[({]{5}\\(c{9}")
+
+
+def test_rules_of_many_alternatives_are_counted_before_they_are_read():
+    """20,000 took 3 s. What is one word, or in quotes, is none."""
+    many = " | ".join(f'"v{n}"' for n in range(13_000))
+    for text in (f"root ::= {many}", f"start: one\none: {many}"):
+        assert "13000 alternatives" in fault(None, grammar=text)
+    assert takes("v7", grammar=f"start: WORD\nWORD: {many}")
+    assert takes("|" * 13_000, grammar='start: "' + "|" * 13_000 + '"')
