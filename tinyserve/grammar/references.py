@@ -73,8 +73,8 @@ class _Search:
             return True
         if len(path) > MAX_STEPS:
             raise Wrong(
-                f"references and choices lead through more than {MAX_STEPS} schemas, one to the next; put what they lead "
-                "to in their place"
+                f"references and choices lead through more than {MAX_STEPS} schemas, one to the next; put what they "
+                "lead to in their place"
             )
         path = path | {id(part)}
         if "$ref" in part and self.leads_back(self._document.of(part["$ref"]), path):
