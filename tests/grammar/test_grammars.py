@@ -308,6 +308,26 @@ def test_the_end_comes_only_where_the_grammar_may_end():
     assert allowed(short) == {EOS}, "nothing else can come"
 
 
+def test_a_model_without_end_tokens_ends_when_nothing_may_follow():
+    """It wrote token 0 behind the answer, and whatever came then; a place where it may go on is no end."""
+    own = Grammars(TOKENIZER, VOCAB, (), quick=Workers("own-grammar"), slow=Workers("own-slow-grammar"))
+    try:
+        for form, text, more in (({"regex": "ab"}, "ab", False), ({"json": {"enum": [1, 20]}}, "20", False),
+                                 ({"regex": "ab*"}, "ab", True)):  # fmt: skip
+            wanted = StructuredOutputsParams(**form).constraint()
+            own.compiled(wanted).result(60)
+            match = own.constrain(Request(id="x", prompt_ids=(1,), sampling=SamplingParams(), constraint=wanted))
+            for token in ids(text):
+                assert not match.ended and not match.plain and token in allowed(match) and 0 not in allowed(match)
+                match.advance(token)
+            assert match.ended is not more and match.error is None
+            assert not more or allowed(match) == {98}
+            match.rollback(1)
+            assert not match.ended and ids(text)[-1] in allowed(match)
+    finally:
+        own.close()
+
+
 def test_rollback_takes_tokens_back():
     """Also digits of a number and the place in a thought."""
     match = matcher(json=NUMBERS, thought=Thought(begin="<think>", ends=("</think>",)))

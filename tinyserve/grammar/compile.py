@@ -24,7 +24,8 @@ from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
 from .asked import MAX_CHARACTERS
-from .matcher import UNCONSTRAINED, Constraint, Matcher, Words
+from .bits import of_bytes
+from .matcher import NO_END, UNCONSTRAINED, Constraint, Matcher, Words
 from .ordinary import Ordinary
 from .sayings import explained
 from .trial import PARENT_STACK, TooMuch, Trial, compiled, with_stack
@@ -213,7 +214,7 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokens, tokens: list[bytes], end_ids: list[int]) -> None:
         self.tokens = tokens
         self.special_token_ids = sorted(tokenizer.special_ids)
-        self.eos_token_id = end_ids[0] if end_ids else 0
+        self.eos_token_id = end_ids[0] if end_ids else NO_END
         self._encode = tokenizer.encode
         self._special = tokenizer.special_ids
         self._ordinary: Ordinary | None = None  # made when a text needs it
@@ -244,14 +245,9 @@ def _words(tokenizer: Tokens, vocab_size: int, end_ids: list[int]) -> Words:
     return Words(
         bytes=tokens,
         special={tokens[index].decode("utf-8", "replace"): index for index in tokenizer.special_ids if index < size},
-        digits=_mask(begins, b"0123456789"),
-        letters=_mask(begins, bytes(set(string.ascii_letters.encode()) - set(b"eE"))),
+        digits=of_bytes(begins, b"0123456789"),
+        letters=of_bytes(begins, bytes(set(string.ascii_letters.encode()) - set(b"eE"))),
         end_ids=tuple(end_ids),
         width=width,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
-
-
-def _mask(begins: np.ndarray, wanted: bytes) -> np.ndarray:
-    """One bit a token, [width] int32: set for those whose first byte is wanted."""
-    return np.packbits(np.isin(begins, list(wanted)), bitorder="little").view("<i4")

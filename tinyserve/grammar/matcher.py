@@ -24,6 +24,7 @@ from attrs import define, field, frozen
 from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
+from .bits import allow, forbid
 from .sayings import explained
 from .thought import Gate, Mode
 
@@ -31,6 +32,7 @@ MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 12
 _NUMBER = re.compile(rb"[-+.0-9eE]*$")
 _NUMERIC = frozenset(b"-+.0123456789eE")
 _DIGITS = re.compile(rb"([eE][-+]?)?([0-9]*)$")
+NO_END = 0  # the library's end token for a model that has none, which cannot be written then
 WITH_JSON = ("json", "json_object", "structural_tag")
 SHORT = 16_384  # characters of what is asked for
 USUAL_SECONDS = 0.005  # of one core, that a token may cost
@@ -249,8 +251,8 @@ class Matcher:
             self._patience.slow = late
         if not taken:
             self._fail()
-        elif token in self._words.end_ids:
-            self.ended = self._match.is_stopped()
+        elif not self._words.end_ids or token in self._words.end_ids:
+            self.ended = self._match.is_stopped()  # without an end token as soon as nothing may follow
         return True
 
     def spend(self, seconds: float) -> None:
@@ -323,15 +325,17 @@ class Matcher:
     @property
     def plain(self) -> bool:
         """Whether the library's mask, where there is one, is the mask: `finish` would change nothing."""
-        plain = self._gate is None and not self._only and not self._stop_ids and len(self._log) >= self._min_tokens
-        return plain and self._match is not None and not self._match.is_error() and not self._too_long()
+        free = self._gate is None and not self._only and not self._stop_ids and len(self._log) >= self._min_tokens
+        if not free or self._match is None or not self._words.end_ids:
+            return False
+        return not self._match.is_error() and not self._too_long()
 
     def finish(self, row: np.ndarray) -> None:
         """Make the mask of the next token: `row` [width] int32 holds the library's, if there is one."""
         gate = self._gate
         if gate is not None and gate.mode is Mode.FORCING:
             row[:] = 0
-            _allow(row, gate.forced)
+            allow(row, gate.forced)
             return
         if self._match is None or (gate is not None and gate.mode is Mode.THINKING):
             row[:] = -1
@@ -342,7 +346,7 @@ class Matcher:
             return
         if self._only:
             row.fill(0)
-            _allow(row, self._only[0])
+            allow(row, self._only[0])
         if gate is not None and self._behind:
             row.fill(0)
         else:
@@ -350,25 +354,27 @@ class Matcher:
         if gate is not None and gate.mode is Mode.UNDECIDED:
             token, rest = gate.opening
             if 0 <= token < len(self._words.bytes) and rest.startswith(self._words.bytes[token]):
-                _allow(row, token)
+                allow(row, token)
             if not row.any():
                 self._fail()
                 row[:] = -1
 
     def _trim(self, row: np.ndarray) -> None:
         words = self._words
+        if not words.end_ids and (row[0] != 1 or row[1:].any()):
+            forbid(row, NO_END)
         if self._too_long() and not (row & words.letters).any():
             others = row & ~words.digits  # no letter may come either: this is a number and not a text
             row[:] = others if others.any() else row
         if len(self._log) < self._min_tokens:
             without = row.copy()
             for token in words.end_ids + self._stop_ids:
-                _forbid(without, token)
+                forbid(without, token)
             if without.any():
                 row[:] = without
         elif self._stop_ids and self._match.is_accepting():
             for token in self._stop_ids:
-                _allow(row, token)
+                allow(row, token)
 
     def _too_long(self) -> bool:
         """Whether the answer ends with as many digits as a number in JSON may have."""
@@ -385,16 +391,3 @@ class Matcher:
             f"{self._wanted.param}: the answer cannot go on within it: {explained(self._match.get_error())}",
             param=self._wanted.param,
         )
-
-
-_BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
-
-
-def _allow(row: np.ndarray, token: int) -> None:
-    if token < 32 * len(row):
-        row[token // 32] |= _BITS[token % 32]
-
-
-def _forbid(row: np.ndarray, token: int) -> None:
-    if token < 32 * len(row):
-        row[token // 32] &= ~_BITS[token % 32]
