@@ -320,8 +320,26 @@ def test_requests_are_logged_when_asked(run, caplog):
     assert not caplog.records
     run(post({"temperature": 0.5, "request_id": "r"}, enable_log_requests=True, max_log_len=5))
 
-    assert "received chatcmpl-r: 20 prompt tokens, {'temperature': 0.5, 'max_tokens': None}" in caplog.text
+    assert "received chatcmpl-r: 20 prompt tokens, temperature=0.5, max_tokens=None" in caplog.text
     assert "prompt of chatcmpl-r: [{'ro\n" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stop": ["x\nINFO forged" * 40] * 4},
+        {"logit_bias": {str(token): 1 for token in range(3, 100)}},
+        {"allowed_token_ids": list(range(3, 100))},
+        {"structured_outputs": {"choice": ["a\nINFO forged " + "x" * 9_000, "b"] * 50}},
+    ],
+)
+def test_a_request_is_one_short_line(run, caplog, body):
+    """A line was as long as the body, 200,000 characters of a choice."""
+    caplog.set_level("INFO", logger="tinyserve.requests")
+    run(post(body, enable_log_requests=True))
+
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert next(iter(body)) in line and line.isprintable() and len(line) < 2000
 
 
 @pytest.mark.parametrize("name", ["a\nERROR forged", "a\r\nx: y", "a\u2028b\x1b[2J"])
