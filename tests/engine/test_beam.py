@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from tinyserve.errors import ContextLengthExceeded, Overloaded, RequestError
-from tinyserve.request import BeamSearchParams
+from tinyserve.errors import ContextLengthExceeded, EngineError, Overloaded, RequestError
+from tinyserve.request import BeamSearchParams, FinishReason, Output, Usage
 
 from .toy import EOS, ToyRunner, assert_idle, settle, start
 
@@ -152,6 +152,27 @@ def test_an_aborted_search_ends_with_the_beams_that_it_has(how):
             await engine.close()
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_an_abort_that_meets_a_failed_step_ends_the_search():
+    """The last output told of the failure, and was not read before the abort: "no next token", an error of 500."""
+
+    async def work():
+        engine = await start(tiny)
+
+        async def outputs(_):
+            engine.abort("b")
+            usage = Usage(prompt_tokens=2, completion_tokens=0)
+            yield Output(request_id="b", usage=usage, finish_reason=FinishReason.ERROR, error=EngineError("no"))
+
+        engine.outputs = outputs
+        beams = (
+            await engine.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=3), request_id="b")
+        ).sequences
+        await engine.close()
+        return [beam.finish_reason for beam in beams]
+
+    assert asyncio.run(work()) == ["abort"]
 
 
 @pytest.mark.parametrize("how", ["pause", "close"])

@@ -142,7 +142,9 @@ async def _next_tokens(
                 if output.finish_reason is FinishReason.ABORT:
                     search.aborted = True
                     return None
-        raise EngineError("The engine gave a beam no next token.")
+        if not search.aborted:
+            raise EngineError("The engine gave a beam no next token.")
+        return None
 
     tasks = [asyncio.ensure_future(ask(beam)) for beam in live]
     try:
