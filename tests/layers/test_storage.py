@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tinyserve.errors import ConfigError
 from tinyserve.kv.groups import LayerKV, bytes_per_block, group_layers
 from tinyserve.kv.storage import allocate, block_bytes, layer_view, token_bytes
 
@@ -36,6 +37,13 @@ def test_blocks_take_memory_when_they_are_written_and_no_more():
     for cache in (k, v):
         cache[500, :, 3] = 1
     assert 16 <= resident() - before < 512
+
+
+def test_a_system_that_gives_no_memory_is_told_with_its_cure():
+    """As with `ulimit -v`, or where no more is promised than there is: a traceback that ended in "Cannot allocate"."""
+    layers = [LayerKV(8, 64)]
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
+        allocate(group_layers(layers), layers, 2**40, 16, torch.float32, CPU)
 
 
 def test_layers_of_unequal_shape_share_a_pair_by_block():

@@ -139,7 +139,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu" or 0 in shape or sys.platform == "win32":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # lives as long as its tensor
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # lives as long as its tensor
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"The system gives no {size >> 20} MB for the KV cache: {error}. Set a lower --kv-cache-memory-bytes."
+        ) from error
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or one without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
