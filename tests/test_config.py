@@ -126,7 +126,7 @@ def test_what_happens_anyway_may_be_asked_for(values):
     ("tensor_parallel_size", 2, "leave it out, or say 1."), ("enable_expert_parallel", True, "leave it out."),
     ("swap_space", 4, "or say 0."), ("limit_mm_per_prompt", {"image": 1}, "leave it out"),
     ("kv_transfer_config", {"kv_role": "both"}, "leave it out"), ("kv_transfer_config", "{", "leave it out"),
-    ("disable_log_requests", False, "--enable-log-requests"), ("trust_remote_code", True, "no code"),
+    ("disable_log_requests", False, "--enable-log-requests"), ("trust_remote_code", True, "Leave it out."),
     ("disable_hybrid_kv_cache_manager", True, "one manager"), ("tensor_parallel_size", True, "or say 1."),
     ("structured_outputs_config", {"backend": "xgrammar"}, "leave it out"), ("runner", "pooling", "or say auto or gen"),
 ])  # fmt: skip

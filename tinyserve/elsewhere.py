@@ -275,7 +275,8 @@ def answer_to(name: str, known: Sequence[str]) -> str:
     shown = name if short else _flag(plain)
     bare = plain.removeprefix("no_").partition(".")[0]
     if bare in INSTEAD:
-        return f"{shown}: {INSTEAD[bare]}"
+        cured = INSTEAD[bare].startswith(("say ", "set ")) or "--" in INSTEAD[bare]
+        return f"{shown}: {INSTEAD[bare]}" + ("" if cured else " Leave it out.")
     if bare in NOT_YET:
         return f"{shown} {_not_yet(plain if plain in SAME else bare)}"
     if CALLED.get(bare) in NOT_YET:
