@@ -127,16 +127,24 @@ def test_a_cancelled_search_ends_its_requests():
     asyncio.run(work())
 
 
+async def running(**params):
+    """An engine of 2 ms a step, and a search of three beams, some of whose tokens are there."""
+    runner = ToyRunner(tiny, seconds=0.002)
+    engine = await start(tiny, runner=runner)
+    asked = BeamSearchParams(beam_width=3, ignore_eos=True, **params)
+    task = asyncio.ensure_future(engine.beam_search(PROMPT, asked, request_id="b"))
+    while runner.steps < 6:
+        await asyncio.sleep(0.002)
+    return engine, task
+
+
 @pytest.mark.parametrize("how", ["all", "name", "pause", "close"])
 def test_an_aborted_search_ends_with_the_beams_that_it_has(how):
     """Its steps were aborted under it: a cancellation that nobody had asked for, and an answer of 0 bytes. By its
     name it could not be aborted at all (0 answers instead of 3)."""
 
     async def work():
-        engine = await start(tiny, runner=ToyRunner(tiny, seconds=0.002))
-        params = BeamSearchParams(beam_width=3, max_tokens=200, ignore_eos=True)
-        task = asyncio.ensure_future(engine.beam_search(PROMPT, params, request_id="b"))
-        await asyncio.sleep(0.05)
+        engine, task = await running(max_tokens=200)
         if how == "pause":
             await engine.pause("abort")
         elif how == "close":
@@ -180,14 +188,11 @@ def test_a_search_that_runs_is_waited_for_and_goes_on(how):
     """Pausing and draining took its own steps for new requests, and refused them: 503 instead of 40 tokens."""
 
     async def work():
-        engine = await start(tiny, runner=ToyRunner(tiny, seconds=0.002))
-        params = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
-        task = asyncio.ensure_future(engine.beam_search(PROMPT, params))
-        await asyncio.sleep(0.03)
+        engine, task = await running(max_tokens=40)
         await (engine.pause("wait") if how == "pause" else engine.close(20.0))
         assert [len(beam.logprobs) for beam in (await asyncio.wait_for(task, 0.1)).sequences] == [40] * 3
         with pytest.raises(Overloaded):
-            await engine.beam_search(PROMPT, params)
+            await engine.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=40))
         await engine.close()
 
     asyncio.run(asyncio.wait_for(work(), 30))

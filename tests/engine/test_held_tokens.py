@@ -40,10 +40,12 @@ def test_what_was_held_is_shown_when_the_answer_is_aborted():
     """Some of 200 tokens are there when abort comes: the one output has exactly as many ids as usage says."""
 
     async def work():
-        engine = await start(letters, runner=ToyRunner(letters, seconds=0.005))
+        runner = ToyRunner(letters, seconds=0.005)
+        engine = await start(letters, runner=runner)
         params = SamplingParams(max_tokens=200, output_kind=FINAL_ONLY, ignore_eos=True)
         reading = asyncio.create_task(answer(engine.generate("x", params, request_id="r")))
-        await asyncio.sleep(0.3)
+        while runner.steps < 20:
+            await asyncio.sleep(0.005)
         assert engine.abort("r") == 1
         texts, ids, last, pieces = await reading
         await engine.close()
