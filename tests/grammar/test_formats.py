@@ -81,7 +81,7 @@ def test_optional_parameters_have_commas_between_them(name):
     assert not may(a=1) and not may(c=1, a=2) and not may(c="1")
 
 
-NUMBERS = {f"p{number}": {"type": "integer"} for number in range(3000)}
+NUMBERS = {f"p{number}": {"type": "integer"} for number in range(4000)}
 WAYS = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 9}}}
 
 
@@ -91,7 +91,7 @@ WAYS = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 
     ("olmo3", {"properties": NUMBERS}, "more than 24 optional parameters"),
 ])  # fmt: skip
 def test_what_a_tool_makes_of_a_small_body_is_bounded(name, schema, told):
-    """10**8 ways through nine references, 300 MB of definitions, 4.5 million places: each took the loop seconds."""
+    """10**8 ways through nine references, 400 MB of definitions, 8 million places: each took the loop seconds."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
     began = time.process_time()
     plan = plan_tools([tool], "required", ServerOptions())
@@ -100,4 +100,4 @@ def test_what_a_tool_makes_of_a_small_body_is_bounded(name, schema, told):
     else:
         with pytest.raises(RequestError, match=told):
             plan.grammar(written(FORMS[name])).constraint()
-    assert time.process_time() - began < 0.3
+    assert time.process_time() - began < 1.5

@@ -100,20 +100,16 @@ def _check_size(shared: Schema, count: int, name: str) -> None:
 
 def _joined(elements: Sequence[tuple[Any, bool]], separator: str, name: str) -> dict[str, Any]:
     """Parameters with a separator between those that are there: any that may be the first, and the rest behind it."""
+    last = next((index for index, (_, needed) in enumerate(elements) if needed), len(elements) - 1)  # that may be first
+    if last >= MAX_FIRST:
+        raise RequestError(
+            f"tools: {name} has more than {MAX_FIRST} optional parameters before a required one; list those first.",
+            param="tools",
+        )
     between = {"type": "const_string", "value": separator}
-    later = [{"type": "sequence", "elements": [between, one]} for one, _ in elements]
-    firsts = []
-    for index, (one, needed) in enumerate(elements):
-        rest = range(index + 1, len(elements))
-        behind = [later[place] if elements[place][1] else _optional(later[place]) for place in rest]
-        firsts.append({"type": "sequence", "elements": [one, *behind]})
-        if len(firsts) > MAX_FIRST:
-            raise RequestError(
-                f"tools: {name} has more than {MAX_FIRST} optional parameters before a required one; list those first.",
-                param="tools",
-            )
-        if needed:
-            break
+    behind = [{"type": "sequence", "elements": [between, one]} for one, _ in elements]
+    behind = [one if needed else _optional(one) for one, (_, needed) in zip(behind, elements, strict=True)]
+    firsts = [{"type": "sequence", "elements": [elements[at][0], *behind[at + 1 :]]} for at in range(last + 1)]
     found = {"type": "or", "elements": firsts}
     return found if any(needed for _, needed in elements) else _optional(found)
 
