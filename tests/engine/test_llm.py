@@ -1,6 +1,7 @@
 """llm.py: vLLM's arguments in, vLLM's result objects out; a thread and a loop of its own underneath."""
 
 import asyncio
+import contextlib
 import copy
 import gc
 import pickle
@@ -267,6 +268,35 @@ def test_an_llm_cannot_be_pickled_or_copied():
         for misuse in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TinyserveError, match="cannot be pickled or copied"):
                 misuse(llm)
+
+
+def test_what_a_bar_of_ones_own_does_is_the_callers_own_affair():
+    """It ran in the engine's thread: leaving the program ended that, and using the LLM waited for itself, for ever."""
+
+    class Bar:
+        def __init__(self, **_):
+            pass
+
+        def set_postfix_str(self, text, refresh):
+            pass
+
+        def update(self, count):
+            if count:
+                self.act()
+
+        def close(self):
+            pass
+
+    with make() as llm:
+        Bar.act = lambda self: sys.exit(3)
+        with pytest.raises(SystemExit):
+            llm.generate(["a", "b"], GREEDY, use_tqdm=Bar)
+        inner = []
+        Bar.act = lambda self: inner.append(quiet(llm, "a"))
+        assert len(llm.generate(["a", "b"], GREEDY, use_tqdm=Bar)) == len(inner) == 2
+        Bar.act = lambda self: llm.close()
+        with contextlib.suppress(TinyserveError):  # the last answer may have been complete
+            llm.generate(["a", "b"], GREEDY, use_tqdm=Bar)
 
 
 def test_a_call_that_a_close_cuts_off_is_an_error_of_ours():

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ..errors import TinyserveError
 from .engine import Engine
+from .progress import Progress
 
 T = TypeVar("T")
 CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError)
@@ -32,8 +33,8 @@ class Background:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tinyserve-llm", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it; an interrupt cancels it and comes out here.
+    def run(self, work: Coroutine[Any, Any, T], progress: Progress | None = None) -> T:
+        """Run a coroutine there and wait for it; an interrupt, or an error of the bar, cancels it and comes out here.
 
         Raises: TinyserveError: this is a forked process, which has no such thread.
         """
@@ -45,6 +46,8 @@ class Background:
             )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
+            if progress is not None:
+                progress.show(future)
             return future.result()
         except CANCELLED:
             raise TinyserveError("This LLM was closed.") from None

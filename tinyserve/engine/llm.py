@@ -14,7 +14,6 @@ Before: engine.py, outputs.py.  After: the user's program.
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ from .engine import Engine
 from .intake import Call, Prepared
 from .outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, collect
 from .parts import Parts
+from .progress import Progress
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -129,7 +129,8 @@ class LLM:
             )
         ]
         asked = _one_each(lora_request, len(listed), "lora_request")
-        return self._background.run(_answer_all(self.engine, calls, asked, use_tqdm))
+        progress = Progress(use_tqdm, len(calls))
+        return self._background.run(_answer_all(self.engine, calls, asked, progress), progress)
 
     def chat(
         self,
@@ -160,8 +161,10 @@ class LLM:
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The best beams of each prompt. concurrency_limit: prompts searched at the same time, None for all."""
-        work = _search_all(self.engine, prompt_list(prompts), params, concurrency_limit, use_tqdm, lora_request)
-        return self._background.run(work)
+        listed = prompt_list(prompts)
+        progress = Progress(use_tqdm, len(listed))
+        work = _search_all(self.engine, listed, params, concurrency_limit, progress, lora_request)
+        return self._background.run(work, progress)
 
     def embed(
         self,
@@ -172,7 +175,9 @@ class LLM:
         normalize: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """The hidden state of each prompt's last token. normalize: scale it to length 1."""
-        return self._background.run(_embed_all(self.engine, prompt_list(prompts), use_tqdm, normalize, lora_request))
+        listed = prompt_list(prompts)
+        progress = Progress(use_tqdm, len(listed))
+        return self._background.run(_embed_all(self.engine, listed, progress, normalize, lora_request), progress)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer."""
@@ -231,33 +236,6 @@ async def _call(work: Callable[[], T]) -> T:
     return work()
 
 
-class _Progress:
-    """A bar of finished prompts with the tokens per second that went in and came out."""
-
-    def __init__(self, use: bool | Callable[..., Any], total: int) -> None:
-        from tqdm.auto import tqdm
-
-        make = use if callable(use) else tqdm
-        self._bar = make(total=total, desc="Prompts", dynamic_ncols=True) if use else None
-        self._start = time.monotonic()
-        self._read = self._written = 0
-
-    def done(self, tokens_in: int, tokens_out: int) -> None:
-        """One more prompt is answered."""
-        if self._bar is None:
-            return
-        self._read += tokens_in
-        self._written += tokens_out
-        seconds = max(time.monotonic() - self._start, 1e-6)
-        text = f"in {self._read / seconds:.0f} tok/s, out {self._written / seconds:.0f} tok/s"
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(1)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
 async def _together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of all, in order; the first error, or a cancellation, ends the others too."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
@@ -285,12 +263,12 @@ async def _adapters(engine: Engine, asked: Sequence[LoRARequest | None]) -> list
 
 
 async def _answer_all(
-    engine: Engine, calls: Sequence[Call], asked: Sequence[LoRARequest | None], use_tqdm: Any
+    engine: Engine, calls: Sequence[Call], asked: Sequence[LoRARequest | None], progress: Progress
 ) -> list[RequestOutput]:
     """Check every call, then run them all."""
     calls = [evolve(call, adapter=one) for call, one in zip(calls, await _adapters(engine, asked), strict=True)]
     prepared = [await engine.intake.prepare(call) for call in calls]
-    progress = _Progress(use_tqdm, len(calls))
+    progress.begin()
 
     async def answer(job: Prepared, adapter: LoRARequest | None) -> RequestOutput:
         request = job.requests[0]
@@ -302,10 +280,7 @@ async def _answer_all(
         progress.done(len(request.prompt_ids), sum(len(one.token_ids) for one in result.outputs))
         return result
 
-    try:
-        return await _together([answer(*job) for job in zip(prepared, asked, strict=True)])
-    finally:
-        progress.close()
+    return await _together([answer(*job) for job in zip(prepared, asked, strict=True)])
 
 
 async def _render_all(
@@ -323,12 +298,12 @@ async def _search_all(
     prompts: Sequence[Prompt],
     params: BeamSearchParams,
     limit: int | None,
-    use_tqdm: Any,
+    progress: Progress,
     asked: LoRARequest | None,
 ) -> list[BeamSearchOutput]:
     adapter = await _adapter(engine, asked)
     turns = asyncio.Semaphore(limit or max(len(prompts), 1))
-    progress = _Progress(use_tqdm, len(prompts))
+    progress.begin()
 
     async def search(prompt: Prompt) -> BeamSearchOutput:
         async with turns:
@@ -336,24 +311,18 @@ async def _search_all(
         progress.done(0, sum(len(beam.logprobs) for beam in found.sequences))
         return found
 
-    try:
-        return await _together([search(prompt) for prompt in prompts])
-    finally:
-        progress.close()
+    return await _together([search(prompt) for prompt in prompts])
 
 
 async def _embed_all(
-    engine: Engine, prompts: Sequence[Prompt], use_tqdm: Any, normalize: bool, asked: LoRARequest | None
+    engine: Engine, prompts: Sequence[Prompt], progress: Progress, normalize: bool, asked: LoRARequest | None
 ) -> list[EmbeddingRequestOutput]:
     adapter = await _adapter(engine, asked)
-    progress = _Progress(use_tqdm, len(prompts))
+    progress.begin()
 
     async def one(prompt: Prompt) -> EmbeddingRequestOutput:
         found = await embed(engine, prompt, normalize=normalize, adapter=adapter)
         progress.done(found.prompt_tokens, 0)
         return found
 
-    try:
-        return await _together([one(prompt) for prompt in prompts])
-    finally:
-        progress.close()
+    return await _together([one(prompt) for prompt in prompts])
