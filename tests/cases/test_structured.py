@@ -215,6 +215,16 @@ async def test_a_form_holds_behind_the_thought(tok):
         assert error["param"] == "thinking_token_budget"
 
 
+async def test_a_budget_that_a_tools_grammar_cannot_keep_is_refused(tok):
+    """In harmony's format a call ends the turn, so one grammar spans thought and call: the budget was passed over."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    async with serving(ScriptModel([97]), tok, tool_call_parser="openai", reasoning_parser="openai_gptoss") as server:
+        body = {**HI, "tools": [tool], "tool_choice": "required", "max_tokens": 4, "thinking_token_budget": 4}
+        error = await server.refused(CHAT, body)
+        assert error["param"] == "thinking_token_budget" and "format of this model" in error["message"]
+        assert (await server.ask(CHAT, {**body, "tool_choice": "auto"})).status == 200
+
+
 async def test_a_grammar_that_nobody_keeps_is_gone_at_once(tok):
     """Also without Python's collector, which comes by seldom: a request's own bookkeeping does not hold it."""
     async with serving(FlatModel(), tok) as server:

@@ -101,3 +101,18 @@ def test_what_a_tool_makes_of_a_small_body_is_bounded(name, schema, told):
         with pytest.raises(RequestError, match=told):
             plan.grammar(written(FORMS[name])).constraint()
     assert time.process_time() - began < 1.5
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "qwen3_coder", "mistral"])
+def test_what_is_wrong_in_a_tool_is_told_with_its_name(name):
+    """Of hundreds of tools none was named."""
+    for wrong, told in (({"$ref": "#/$defs/no"}, "leads nowhere"), ({"type": "array", "contains": {}}, "'contains'"),
+                        ({"type": "string", "pattern": r"\bx"}, r"\bx")):  # fmt: skip
+        parts = ({"x": {"type": "string"}}, {"x": {"anyOf": [wrong, {"type": "null"}]}})
+        parts = [{"type": "object", "properties": part, "required": ["x"]} for part in parts]
+        tools = [{"type": "function", "function": {"name": f"tool_{n}", "parameters": p}} for n, p in enumerate(parts)]
+        for choice in ("required", {"type": "function", "function": {"name": "tool_1"}}):
+            grammar = plan_tools(tools, choice, ServerOptions()).grammar(written(FORMS[name]))
+            with pytest.raises(RequestError, match=r"tools: .*tool_1.* at #.*/anyOf/0: ") as caught:
+                GRAMMARS.compiled(grammar.constraint()).result(60)
+            assert told in str(caught.value)

@@ -1,9 +1,13 @@
 """How a schema is made ready for the library: bounded, elsewhere, and what is wrong is told with its place."""
 
+import json
 import random
 import string
 import threading
+from typing import Annotated, Literal
 
+import jsonschema
+import pydantic
 import pytest
 
 from tests.scripted import EOS, VOCAB
@@ -159,3 +163,43 @@ def test_rules_of_many_alternatives_are_counted_before_they_are_read():
         assert "13000 alternatives" in fault(None, grammar=text)
     assert takes("v7", grammar=f"start: WORD\nWORD: {many}")
     assert takes("|" * 13_000, grammar='start: "' + "|" * 13_000 + '"')
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog", "wolf"] = "dog"
+
+
+class Fish(pydantic.BaseModel):
+    kind: Literal["fish"]
+
+
+class Owner(pydantic.BaseModel):
+    pet: Annotated[Cat | Dog | Fish, pydantic.Field(discriminator="kind")]
+
+
+def test_unions_of_pydantic_are_told_apart_by_their_discriminator():
+    """One whose kind has a default was "oneOf is held only where"; the answer always has the kind, so it validates."""
+    schema = Owner.model_json_schema()
+    good = ['{"kind": "cat", "lives": 9}', '{"kind": "wolf"}', '{"kind": "fish"}']
+    for pet in good:
+        assert takes(f'{{"pet": {pet}}}', json=schema)
+        assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(f'{{"pet": {pet}}}'))
+        Owner.model_validate_json(f'{{"pet": {pet}}}')
+    for pet in ('{"lives": 9}', "{}", '{"kind": "cat"}', '{"kind": "cow"}'):
+        assert not takes(f'{{"pet": {pet}}}', json=schema)
+    strict = json.loads(json.dumps(schema))
+    for part in strict["$defs"].values():
+        part.update(required=list(part["properties"]), additionalProperties=False)
+    assert takes('{"pet": {"kind": "dog"}}', json=strict)
+
+
+def test_a_discriminator_that_tells_nothing_apart_is_none():
+    """Two of one kind, or a kind that is any text."""
+    for kinds in (({"const": "a"}, {"enum": ["b", "a"]}), ({"const": "a"}, {"type": "string"})):
+        parts = [{"type": "object", "properties": {"kind": kind}} for kind in kinds]
+        assert "oneOf is held only where" in fault({"oneOf": parts, "discriminator": {"propertyName": "kind"}})

@@ -12,6 +12,7 @@ from tests import oracles
 from tests.lora.checkpoints import write_adapter
 from tinyserve.checkpoint.source import resolve
 from tinyserve.errors import CheckpointError
+from tinyserve.lora.config import Patterns
 from tinyserve.lora.names import check_adapter, places, read_adapter
 from tinyserve.models.registry import family, load_model
 
@@ -97,6 +98,16 @@ def test_names_inside_a_model_that_also_sees(base, layers, tmp_path):
 def test_what_would_be_answered_wrongly_is_refused(base, layers, tmp_path, more, message):
     with pytest.raises(CheckpointError, match=message):
         read_adapter(str(write_adapter(tmp_path, base, **more)), layers, 16)
+
+
+def test_patterns_may_hold_groups_that_are_not_captured():
+    """`(?:` was too complex; all else with a question mark behind its bracket is refused still."""
+    config = {"rank_pattern": {r".*layers\.(?:0|1)\.self_attn\.q_proj": 4}}
+    found = Patterns(config, "rank_pattern", lambda _, value: value, "x")
+    assert [found.of(f"model.layers.{n}.self_attn.q_proj") for n in (0, 1, 2)] == [4, 4, None]
+    for key in ("(?=a)b", "(?:a+)+x", "(?i)a"):
+        with pytest.raises(CheckpointError, match="too complex"):
+            Patterns({"rank_pattern": {key: 4}}, "rank_pattern", lambda _, value: value, "x")
 
 
 def test_a_file_and_a_config_of_two_adapters(base, layers, tmp_path):

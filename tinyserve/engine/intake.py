@@ -198,9 +198,11 @@ class Intake:
         if wanted is None and budget is None:
             return None
         thought, whole = None, wanted is not None and wanted.enable_in_reasoning
-        if whole and budget is not None and wanted.source == "structured_outputs":
+        if whole and budget is not None:
+            what = "calls that are held to their schemas, in the format of this model"
+            what = what if wanted.source == "tools" else "enable_in_reasoning"
             raise RequestError(
-                "thinking_token_budget cannot be kept with enable_in_reasoning, which knows no thought: leave one out.",
+                f"thinking_token_budget cannot be kept with {what}: the grammar holds the thought, too. Leave one out.",
                 param="thinking_token_budget",
             )
         if (thinks or budget is not None) and not whole:

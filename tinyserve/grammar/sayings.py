@@ -36,7 +36,8 @@ _SAYINGS = (
     ),
     (
         r".*oneOf constraints are not supported.*",
-        "oneOf is held only where no value can satisfy two of its schemas, by their types or constants; use anyOf",
+        "oneOf is held only where no value can satisfy two of its schemas: by their types, their constants, or a "
+        "property that all require and whose constants differ; use anyOf",
     ),
     (
         r".*patternProperty regexes /(.+)/ and /(.+)/ are not disjoint.*",

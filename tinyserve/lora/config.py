@@ -20,7 +20,7 @@ from ..errors import CheckpointError, shown
 # Keys of alpha_pattern and rank_pattern are regular expressions, of which some would hold the interpreter for years:
 # none may repeat a group or look back, and repeats and alternatives are few. A name is matched in milliseconds then.
 PATTERN_COST, PATTERN_LETTERS, PATTERN_SECONDS = 30_000, 200, 1.0
-_NESTED = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
+_NESTED = re.compile(r"\)[*+?{]|\\[1-9]|\(\?(?!:)")
 _REPEAT = re.compile(r"[*+?]|\{\d*,\d*\}")
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 # The types of keys that are read here or in names.py, and what to say they must be.

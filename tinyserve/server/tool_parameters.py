@@ -73,7 +73,7 @@ def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> 
             part = _resolved(part, schema)
             quote = written.quote if types_of(part) == {"string"} else ""
             bare = not written.joined or bool(quote)
-            value = _value(part, shared, f"{name}.{key}") if bare else _json(part, shared)
+            value = _value(part, shared, f"{name}.{key}") if bare else _json(part, shared, f"{name}.{key}")
             before, after = (mark.replace("NAME", key) for mark in written.parameter)
             elements.append((_between(before + quote, quote + after, value), key in required))
     except (AttributeError, TypeError, RecursionError) as error:
@@ -118,8 +118,8 @@ def _optional(one: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "optional", "content": one}
 
 
-def _json(part: Schema, shared: Schema) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {**shared, **part}}
+def _json(part: Schema, shared: Schema, place: str) -> dict[str, Any]:
+    return {"type": "json_schema", "name": place, "json_schema": {**shared, **part}}
 
 
 def _between(before: str, after: str, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _value(part: Schema, shared: Schema, place: str) -> dict[str, Any]:
         return _text(part, place) if limited else _FREE
     if types == {"string", "null"} and not limited and all(len(each) == 1 for each in part.get("anyOf", ())):
         return _FREE  # null is read as null, all else as a text
-    return _json(part, shared)
+    return _json(part, shared, place)
 
 
 def _text(part: Schema, place: str) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _text(part: Schema, place: str) -> dict[str, Any]:
     if (start or end) and "|" in re.sub(r"\([^()]*\)|\[[^]]*\]", "", inner):
         raise _not_enforced(place, "a pattern with an anchor in one of several alternatives")
     free = _ANYTHING + "*"
-    return {"type": "regex", "pattern": f"{'' if start else free}({inner}){'' if end else free}"}
+    return {"type": "regex", "name": place, "pattern": f"{'' if start else free}({inner}){'' if end else free}"}
 
 
 def _not_enforced(place: str, what: str) -> RequestError:

@@ -67,7 +67,8 @@ class ToolPlan:
         Args: written: how the model writes calls.
         """
         if self.mode == "named" and written.thought is None:
-            return StructuredOutputsParams(json=self.schemas[self.name], source="tools", **_STYLE)
+            form = {"type": "json_schema", "name": _named(self.name), "json_schema": self.schemas[self.name]}
+            return StructuredOutputsParams(structural_tag={"format": form}, source="tools", **_STYLE)
         if self.forced:
             form = self._calls(written)
         elif self.holds(written):
@@ -116,7 +117,8 @@ class ToolPlan:
     def _tag(self, written: Written, name: str) -> dict[str, Any]:
         held = self.forced or name in self.strict or bool(written.quote)
         if written.parameter is None:
-            content = {"type": "json_schema", "json_schema": self.schemas[name] if held else {"type": "object"}}
+            schema = self.schemas[name] if held else {"type": "object"}
+            content = {"type": "json_schema", "name": _named(name), "json_schema": schema}
         else:
             content = (
                 parameters(self.schemas[name], written, name, strict=name in self.strict)
@@ -124,6 +126,11 @@ class ToolPlan:
                 else ({"type": "regex", "pattern": written.loose} if written.loose else _ANY)
             )
         return {"begin": written.call(name), "content": content, "end": written.after}
+
+
+def _named(name: str) -> str:
+    """What is told of a tool whose parameters are wrong."""
+    return f"the parameters of {shown(name)}"
 
 
 def _text_between(begin: str, end: str) -> dict[str, Any]:
