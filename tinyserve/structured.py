@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from attrs import field, frozen
 
@@ -20,6 +20,28 @@ from .errors import RequestError, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_CHOICES = 8192
+MAX_CHARACTERS = 256 * 1024  # of what an answer is held to, as JSON
+
+
+def outgrows(value: Any, most: int) -> bool:
+    """Whether the JSON of a value surely has more than so many characters; found without writing it.
+
+    Writing a body of 16 MB out would hold the interpreter for most of a second.
+    """
+    waiting = [value]
+    while waiting and most >= 0:
+        value = waiting.pop()
+        if isinstance(value, str):
+            most -= len(value) + 2
+        elif isinstance(value, Mapping):
+            most -= 6 * len(value) + sum(len(key) for key in value if isinstance(key, str))
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            most -= 2 * len(value)
+            waiting += value
+        else:
+            most -= 1
+    return most < 0
 
 
 @frozen(kw_only=True)
@@ -63,10 +85,14 @@ class Constraint:
     key: tuple[Any, ...] = field(init=False, repr=False)  # equal for equal grammars
 
     def __attrs_post_init__(self) -> None:
+        if outgrows(self.value, MAX_CHARACTERS):
+            self._refuse_length()
         try:
             text = self.value if isinstance(self.value, str) else json.dumps(self.value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{self.param}: it is not JSON: {error}", param=self.param) from error
+        if len(text) > MAX_CHARACTERS:
+            self._refuse_length()
         object.__setattr__(
             self, "key", (self.kind, type(self.value) is str, text, self.compact, self.closed, self.blanks)
         )
@@ -78,10 +104,8 @@ class Constraint:
         value = text if is_text else json.loads(text)
         return cls(kind=kind, value=value, compact=compact, closed=closed, blanks=blanks)
 
-    @property
-    def size(self) -> int:
-        """Characters of what is held."""
-        return len(self.key[2])
+    def _refuse_length(self) -> NoReturn:
+        raise RequestError(f"{self.param}: is longer than {MAX_CHARACTERS} characters.", param=self.param)
 
 
 @frozen(kw_only=True)

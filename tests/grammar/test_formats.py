@@ -81,6 +81,7 @@ def test_optional_parameters_have_commas_between_them(name):
     assert not may(a=1) and not may(c=1, a=2) and not may(c="1")
 
 
+WIDE = {f"p{number}": {"type": "string"} for number in range(30_000)}
 NUMBERS = {f"p{number}": {"type": "integer"} for number in range(4000)}
 WAYS = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 9}}}
 
@@ -88,6 +89,7 @@ WAYS = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 
 @pytest.mark.parametrize(("name", "schema", "told"), [
     ("hermes", WAYS, None),
     ("qwen3_coder", {"properties": NUMBERS, "$defs": {"a": {"const": "x" * 100_000}}}, "definitions in f"),
+    ("qwen3_coder", {"properties": WIDE}, "more than 262144 characters"),
     ("olmo3", {"properties": NUMBERS}, "more than 24 optional parameters"),
 ])  # fmt: skip
 def test_what_a_tool_makes_of_a_small_body_is_bounded(name, schema, told):

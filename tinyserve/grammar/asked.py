@@ -26,7 +26,6 @@ from .sayings import MAX_ALTERNATIVES, NOTHING, explained, too_many
 from .schema import prepared
 from .tags import Part, Tags, quoted
 
-MAX_CHARACTERS = 256 * 1024  # of a schema, regex or grammar
 SEARCHED, SEARCH_SECONDS = 500, 0.1  # parts of a schema that are compiled to find the one that is wrong
 _IN_GRAMMARS = (*NOT_ENFORCED, "lenient")  # which would let the library pass over more of them
 # Of Lark: texts, sets of letters, patterns and comments hold what would be marks elsewhere.

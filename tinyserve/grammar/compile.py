@@ -23,7 +23,6 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
-from .asked import MAX_CHARACTERS
 from .bits import of_bytes
 from .matcher import NO_END, UNCONSTRAINED, Constraint, Matcher, Words
 from .ordinary import Ordinary
@@ -157,8 +156,6 @@ class Grammars:
     def _compile(self, wanted: Wanted, seconds: float) -> tuple[LLMatcher | None, int]:
         if wanted.kind == "thought":
             return None, 0
-        if wanted.size > MAX_CHARACTERS:
-            raise RequestError(f"{wanted.param}: is longer than {MAX_CHARACTERS} characters", param=wanted.param)
         verdict = self._trial(seconds).run(wanted, seconds)
         error = verdict.error
         if not error:

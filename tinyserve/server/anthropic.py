@@ -111,7 +111,7 @@ async def messages(request: Request, service: Service) -> Generation:
     more = request_options(fields, service)
     conversation, ids = await _encoded(fields, service, plan)
     readings = Readings.of(engine, plan, ids)
-    sampling = readings.prepared(sampling)
+    sampling = await readings.prepared(sampling)
     name = "msg_" + uuid.uuid4().hex
     log_request(service.config.log, f"{name} {name_of(request, fields)}", sampling, len(ids), conversation)
     shape = Shape(

@@ -95,7 +95,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         thoughts=fields.flag("include_reasoning", True),
         special=fields.raw("skip_special_tokens") is False,
     )
-    sampling = readings.prepared(sampling)
+    sampling = await readings.prepared(sampling)
     beam = with_form(beam, sampling)
     role = "assistant" if template["add_generation_prompt"] else str(messages[-1].get("role"))
     shape = Shape(

@@ -10,6 +10,7 @@ Before: tools.py, text/parsers.  After: the protocol files.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -77,19 +78,20 @@ class Readings:
         """Whether the model's answers may hold thoughts that are not shown."""
         return self.parsing.reads_thoughts and not self.thoughts
 
-    def prepared(self, sampling: SamplingParams) -> SamplingParams:
+    async def prepared(self, sampling: SamplingParams) -> SamplingParams:
         """Sampling parameters under which the parser sees its marks and the grammar of the tools holds.
 
         Raises: RequestError: a form is asked for beside a tool that must be called.
         """
-        grammar = self.plan.grammar(self.parsing.written)
+        plan, written = self.plan, self.parsing.written
+        grammar = await asyncio.to_thread(plan.grammar, written) if plan.large else plan.grammar(written)
         if grammar is not None:
-            if sampling.structured_outputs is not None and self.plan.mode != "auto":
+            if sampling.structured_outputs is not None and plan.mode != "auto":
                 raise RequestError(
                     "tool_choice forces a call, so the answer cannot have another form.", param="tool_choice"
                 )
             sampling = evolve(sampling, structured_outputs=sampling.structured_outputs or grammar)
-        if sampling.skip_special_tokens and self.parsing.shows_special(calls=self.plan.mode != "none"):
+        if sampling.skip_special_tokens and self.parsing.shows_special(calls=plan.mode != "none"):
             sampling = evolve(sampling, skip_special_tokens=False)
         return sampling
 

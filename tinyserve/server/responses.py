@@ -78,7 +78,7 @@ async def create(request: Request, service: Service) -> Any:
     messages = read_input(fields, before)
     ids = await _encoded(engine, fields, messages, service, plan)
     readings = Readings.of(engine, plan, ids, special=fields.raw("skip_special_tokens") is False)
-    sampling, reading = readings.prepared(sampling), readings.new()
+    sampling, reading = await readings.prepared(sampling), readings.new()
     log_request(service.config.log, f"{name} {name_of(request, fields)}", sampling, len(ids), messages)
     kept: Kept | None = None
 

@@ -18,11 +18,12 @@ from attrs import frozen
 
 from ..config import ServerOptions
 from ..errors import RequestError, shown
-from ..structured import StructuredOutputsParams
+from ..structured import MAX_CHARACTERS, StructuredOutputsParams, outgrows
 from ..text.parsers.family import Written
 from .tool_parameters import admits_objects, parameters
 
 MAX_TOOLS = 512
+AT_ONCE = 16_384  # characters of schemas: a grammar of more is made in a thread, while others are served
 _STYLE = {"disable_any_whitespace": True, "disable_additional_properties": True}
 MAX_NAME = 256
 # A name stands bare between the marks of a call, in the formats of some models; so it must hold nothing that ends it.
@@ -61,11 +62,19 @@ class ToolPlan:
         may = bool(written.trigger or written.first or written.answer)
         return self.mode == "auto" and bool(self.strict) and may
 
+    @property
+    def large(self) -> bool:
+        """Whether a grammar of it takes more than a moment to make."""
+        return outgrows(list(self.schemas.values()), AT_ONCE)
+
     def grammar(self, written: Written) -> StructuredOutputsParams | None:
         """What the answer must be so that its calls are what was asked for; None if it may be anything.
 
         Args: written: how the model writes calls.
+        Raises: RequestError: the parameters ask for what cannot be held, or are too long.
         """
+        if self.forced or self.holds(written):
+            self._check_length(written)
         if self.mode == "named" and written.thought is None:
             form = {"type": "json_schema", "name": _named(self.name), "json_schema": self.schemas[self.name]}
             return StructuredOutputsParams(structural_tag={"format": form}, source="tools", **_STYLE)
@@ -114,8 +123,19 @@ class ToolPlan:
             tags = [self._tag(written, name) for name in self.schemas]
         return {"type": "triggered_tags", "triggers": [written.trigger], "tags": tags}
 
+    def _check_length(self, written: Written) -> None:
+        """Refuse what the grammar library is not given anyway, before anything is made of it."""
+        names = [self.name] if self.mode == "named" else [name for name in self.schemas if self._is_held(name, written)]
+        if outgrows([self.schemas[name] for name in names], MAX_CHARACTERS):
+            what = f"the parameters that calls are held to have more than {MAX_CHARACTERS} characters"
+            raise RequestError(f"tools: {what}.", param="tools")
+
+    def _is_held(self, name: str, written: Written) -> bool:
+        """Whether the arguments of a call must be what the tool's schema says."""
+        return self.forced or name in self.strict or bool(written.quote)
+
     def _tag(self, written: Written, name: str) -> dict[str, Any]:
-        held = self.forced or name in self.strict or bool(written.quote)
+        held = self._is_held(name, written)
         if written.parameter is None:
             schema = self.schemas[name] if held else {"type": "object"}
             content = {"type": "json_schema", "name": _named(name), "json_schema": schema}
