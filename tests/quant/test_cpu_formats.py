@@ -229,3 +229,11 @@ def test_without_fast_products_numbers_stay_plain(monkeypatch):
     choose = cpu.cpu_formats()
 
     assert isinstance(choose("head", Linear(64, (32,)), (random_blocks(32, 64, "Q4_1"),)), Plain)
+
+
+def test_keys_and_values_are_rounded_where_weights_are():
+    """bf16 beside packed weights, the type of the activations beside plain ones: fp32 stays what it is."""
+    plain, packed = Linear(64, (32,)), Linear(64, (32,))
+    packed.format = cpu.ByRows(cpu_int8.Int8(), 6, cpu_dense.Dense())
+    assert cpu.cached_dtype(torch.nn.ModuleList([plain]), torch.float32) == torch.float32
+    assert cpu.cached_dtype(torch.nn.ModuleList([plain, packed]), torch.float32) == torch.bfloat16

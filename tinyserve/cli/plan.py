@@ -21,12 +21,12 @@ from .parse import read_config
 class Facts:
     """What is known of a model without its weights.
 
-    Args: weight_bytes: what it will hold.   kept: how: in words.
+    Args: weight_bytes: what it will hold.   kept: how: in words.   cached: type of keys and values, unless told.
     """
 
     name: str
     architecture: str
-    dtype: Any
+    cached: Any
     parameters: int
     file_bytes: int
     weight_bytes: int
@@ -83,7 +83,7 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
     return Facts(
         name=options.model,
         architecture=model.config.architecture,
-        dtype=dtype,
+        cached=_cached(config, model, device, dtype),
         parameters=parameters,
         file_bytes=sum(path.stat().st_size for path in files),
         weight_bytes=weight_bytes(model, dtype, scheme_for),
@@ -91,6 +91,14 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
         layers=model.kv_layers(),
         max_model_len=context(options.max_model_len, model.config.max_model_len, None),
     )
+
+
+def _cached(config: EngineConfig, model: Any, device: Any, dtype: Any) -> Any:
+    """The type of keys and values: a CPU left to choose rounds them where it rounds weights (quant/cpu.py)."""
+    import torch
+
+    packs = device.is_cpu and config.model.dtype == "auto" and config.model.quantization in (None, "int8")
+    return torch.bfloat16 if packs and model.config.dtype != torch.float32 else dtype
 
 
 def _schemes(config: EngineConfig, source: Any, model: Any, device: Any) -> tuple[Any, str]:
@@ -129,7 +137,7 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
 
     options = config.cache
     groups = group_layers(facts.layers)
-    dtype = cache_dtype(options.kv_cache_dtype, facts.dtype, facts.layers)
+    dtype = cache_dtype(options.kv_cache_dtype, facts.cached, facts.layers)
     a_block = block_bytes(groups, facts.layers, options.block_size, dtype)
     a_token = sum(token_bytes(layer, dtype) for layer in facts.layers)  # while every layer still sees it
     length = config.model.max_model_len

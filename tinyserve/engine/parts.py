@@ -76,7 +76,7 @@ class Parts:
         default_sampling: fields of SamplingParams from generation_config.
         max_new_tokens: upper bound for max_tokens that the operator set, or None.
         device: device.Device that the model is on.   weight_bytes: what it holds there.
-        dtype: torch.dtype of its activations, and of cached keys and values unless the user says otherwise.
+        dtype: torch.dtype of cached keys and values, unless the user says otherwise.
     """
 
     model: Any
@@ -103,7 +103,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     with phases("import"), _uncollected():
         from ..models.config import choose_dtype
         from ..models.registry import load_model
-        from ..quant.cpu import packed_bytes
+        from ..quant.cpu import cached_dtype, packed_bytes
         from ..text.generation import GenerationDefaults
 
     with phases("device"):
@@ -148,7 +148,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         max_new_tokens=defaults.max_new_tokens if defaults.bounds_answers else None,
         device=device,
         weight_bytes=packed_bytes(model) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        dtype=choose_dtype(dtype, model.config, device.torch),
+        dtype=cached_dtype(model, choose_dtype(dtype, model.config, device.torch)),
     )
 
 

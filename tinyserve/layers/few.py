@@ -10,6 +10,10 @@ Between them stands no Python either: it is compiled by TorchScript, whose inter
 fraction of the instructions. That counts for more than it seems to: a product has just read its weights through the
 core's cache, so the code of whatever follows comes from memory. And the event loop's thread is not kept waiting.
 
+Keys and values are read in bf16, which is half of what a long answer makes a step read, and turned into float32 in a
+small piece of memory that stays in the core's cache. torch's attention is faster from there than from the large one:
+its products read in an order that no processor foresees.
+
 A step is taken only if each of its sequences computes one token and can be read where it lies (kernels/pages.py); every
 other one goes through the modules, which say what a block is.
 
@@ -25,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from attrs import astuple
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 
 from ..kernels.launch import use_kernel
 from ..kernels.pages import InPlace, all_by_head, layout
@@ -79,7 +83,7 @@ class Stack(nn.Module):
     """All layers and the last norm, for `compiled`. TorchScript keeps these lists; it would copy what is passed.
 
     Args: lists, one entry a layer: attn_norm, mlp_norm, [H] sqrt(H) weight; qkv, out, gate_up, down, weights as of
-        `product`; places, the cache by tokens [B P, 2 Hkv, D].   caches: [2 layers, Hkv, B P, D], K and V of each.
+        `product`.   caches: [layers, 2, Hkv, B P, D], bf16.
         table: [V, H], of the embedding.   last_norm: [H].   scale: of attention's scores.
         cos_sin, pattern: as of kernels/rope.py::matrices.
     """
@@ -88,11 +92,11 @@ class Stack(nn.Module):
         super().__init__()
         vars(self).update(attributes)
 
-    def forward(self, tokens: Tensor, room: Room, positions: Tensor, slots: Tensor, spans: list[list[int]]) -> Tensor:
+    def forward(self, tokens: Tensor, room: Room, positions: Tensor, spans: list[list[int]], wide: Tensor) -> Tensor:
         """[T] -> [T, H], the norm behind the last layer.
 
-        Args: slots: [T], where keys and values go.   spans: first and behind the last of the cache's tokens that each
-            sequence sees.
+        Args: spans: first and behind the last of the cache's tokens that each sequence sees; the last is its new one.
+            wide: float32 room for what one sequence sees in a layer.
         """
         # Names of its own for what stands in tuples and attributes: the interpreter looks those up each time.
         stream, long, length, normed, half, qkv, turning, kept, queries, mixed, by_heads, both, gate, up, inner = room
@@ -101,16 +105,28 @@ class Stack(nn.Module):
         stream.copy_(self.table.index_select(0, tokens))
         turn = matrices(self.cos_sin, positions, self.pattern)
         views: list[list[Tensor]] = []
-        for span in spans:  # one call makes the views of all layers: keys, values, keys ...
-            views.append(self.caches[:, None, :, span[0] : span[1]].unbind())
-        for i, places in enumerate(self.places):
+        newest: list[list[Tensor]] = []
+        seen: list[Tensor] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for span in spans:  # one call makes the views of all layers
+            views.append(self.caches[:, :, :, span[0] : span[1]].unbind())
+            newest.append(self.caches[:, :, :, span[1] - 1].unbind())
+            seen.append(wide[: views[-1][0].numel()].view(views[-1][0].shape))
+            keys.append(seen[-1][0][None])
+            values.append(seen[-1][1][None])
+        new = kept.unflatten(1, (2, -1)).unbind()
+        for i in range(len(attn_norm)):
             torch.norm(long, 2, [1], True, out=length)
             half.copy_(torch.mul(stream, attn_norm[i], out=normed).div_(length))
             qkv.copy_(product(half, to_qkv[i]))
             turning.copy_(torch.bmm(turning, turn))
-            places.index_copy_(0, slots, kept)
-            for row, seen in enumerate(views):
-                attended = scaled_dot_product_attention(queries[row], seen[2 * i], seen[2 * i + 1], scale=scale)
+            for row, of_layers in enumerate(views):
+                newest[row][i].copy_(new[row])
+                seen[row].copy_(of_layers[i])
+                attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    queries[row], keys[row], values[row], 0.0, False, scale=scale
+                )[0]
                 by_heads[row].copy_(attended.narrow(2, 0, group))
             stream.add_(product(mixed, to_out[i]))
             torch.norm(long, 2, [1], True, out=length)
@@ -133,7 +149,7 @@ class FewRows:
     """A model from its tokens to the last norm. Make it by `of`, after the weights are loaded and the cache is bound.
 
     Args:
-        layers: of the kind of models/llama.py.   caches: [2 layers, Hkv, B P, D], K and V of each.
+        layers: of the kind of models/llama.py.   caches: [2 layers, Hkv, B P, D], K and V of each, bf16.
     """
 
     def __init__(self, embed: Embedding, layers: Sequence[Any], last: RMSNorm, caches: Tensor) -> None:
@@ -147,8 +163,7 @@ class FewRows:
             "mlp_norm": [layer.mlp_norm.scaled for layer in layers],
             "last_norm": last.scaled,
             "table": embed.weight.data,
-            "places": [both.flatten(0, 1).transpose(0, 1) for both in caches.split(2)],
-            "caches": caches,
+            "caches": caches.unflatten(0, (-1, 2)),
             "scale": self.attn.scale,
             "cos_sin": rope.cos_sin,
             "pattern": rotation_pattern(self.attn.heads.dim, rope.cos_sin.shape[1], rope.interleaved, caches.device),
@@ -161,6 +176,8 @@ class FewRows:
             for weight in (lambda linear: [linear.nibbles, linear.scales], lambda linear: [linear.dense])
         )
         self.rooms: dict[int, Room] = {}
+        self.wide = torch.empty(0)
+        self.last: tuple[Batch, list[list[int]]] | None = None  # what was computed last, if this class did it
 
     @classmethod
     def of(cls, embed: Embedding, layers: Sequence[Any], last: Any) -> FewRows | None:
@@ -181,6 +198,7 @@ class FewRows:
 
     def forward(self, batch: Batch) -> Tensor | None:
         """[T, H], what the head multiplies; None: the step is not for this class."""
+        self.last = None
         tokens, rows = batch.tokens.tolist(), len(batch.tokens)
         if rows > MATRIX_TOKENS or rows != batch.num_decodes or min(tokens) < 0 or max(tokens) >= self.vocab_size:
             return None
@@ -192,9 +210,28 @@ class FewRows:
             return None
         if rows not in self.rooms:
             self.rooms[rows] = _room(rows, self.attn, self.mlp, self.eps)
+        return self._run(batch, [one.span for one in sequences])
+
+    def further(self, batch: Batch) -> Tensor | None:
+        """The same for the batch of the step before, all sequences of which are one token longer now."""
+        if self.last is None or self.last[0] is not batch:
+            return None
+        spans, window = self.last[1], self.attn.scores.window
+        for span in spans:
+            span[1] += 1
+            if window and span[1] - span[0] > window:
+                span[0] += 1
+        return self._run(batch, spans)
+
+    def _run(self, batch: Batch, spans: list[list[int]]) -> Tensor:
+        """spans: of the cache's tokens, as of Stack."""
+        rows, heads = len(spans), self.attn.heads
+        numbers = 2 * heads.kv * heads.dim * max([end - start for start, end in spans])
+        if len(self.wide) < numbers:
+            self.wide = torch.empty(2 * numbers)
+        self.last = batch, spans
         run = self.few if rows <= self.most else self.more
-        spans = [one.span for one in sequences]
-        return run(batch.tokens, self.rooms[rows], batch.positions, batch.slots_to_write[cache.group], spans)
+        return run(batch.tokens, self.rooms[rows], batch.positions, spans, self.wide)
 
 
 def _room(rows: int, attn: Attention, mlp: GatedMLP, eps: float) -> Room:
@@ -246,7 +283,7 @@ def _is_known(layer: Any) -> bool:
     unusual = (attn.q_norm, attn.adjust, attn.sinks, scores.chunk, scores.temper, scores.softcap or None)
     if any(part is not None for part in unusual) or not isinstance(keys, Tensor) or use_kernel(keys):
         return False
-    return keys.dtype == torch.float32 and all(_is_int4(linear) for linear in _products(layer))
+    return keys.dtype == torch.bfloat16 and all(_is_int4(linear) for linear in _products(layer))
 
 
 def _is_int4(linear: Linear) -> bool:

@@ -29,7 +29,8 @@ import logging
 from collections.abc import Callable
 from math import prod
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from . import cpu_dense, cpu_int4, cpu_int8
 from .cpu_dense import Dense
@@ -105,6 +106,15 @@ def cpu_formats() -> Callable[[str, Fused, tuple[Stored, ...]], WeightFormat]:
         return blocks if int4 and cpu_int4.takes(layer, stored) else others
 
     return choose
+
+
+def cached_dtype(model: nn.Module, own: torch.dtype) -> torch.dtype:
+    """Return the type of cached keys and values: bf16 beside weights that were packed, else that of the activations.
+
+    Attention reads all that is cached in every step, and rounding it changes less than rounding weights does.
+    """
+    packed = any(isinstance(getattr(module, "format", None), ByRows | Int8) for module in model.modules())
+    return torch.bfloat16 if packed else own
 
 
 def yes(able: bool) -> str:
