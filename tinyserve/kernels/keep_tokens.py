@@ -32,13 +32,13 @@ def keep_tokens_reference(
     late: bool = False,
 ) -> None:
     """The specification of `keep_tokens`, with its arguments, on the CPU: in numpy, as that of `step_inputs`."""
-    S, ring = len(tokens), len(home)
-    chosen, slot = tokens.numpy(), home[(int(turn) - late) % ring].numpy()
+    S, turn = len(tokens), turn.numpy()
+    chosen, slot = tokens.numpy(), home.numpy()[(turn[0] - late) % len(home)]
     some = kept.numpy() > 0
     table.numpy()[slots.numpy()[some], places.numpy()[some]] = chosen[some]
     slot[:S], slot[S : 2 * S] = chosen, bad.numpy()
     if not late:
-        turn.fill_((int(turn) + 1) % ring)
+        turn[0] = (turn[0] + 1) % len(home)
 
 
 @triton.jit(do_not_specialize=["S", "ring", "late"])
