@@ -247,7 +247,7 @@ def _adapters(config: EngineConfig, parts: Parts, device: Any) -> tuple[Any, Any
 
 def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapted: Any) -> Any:
     """The runner. It comes before the cache: its buffers count as taken."""
-    from ..runner.graphs import SMALL_BYTES, Eager, Recorded, Wanted
+    from ..runner.graphs import SMALL_BYTES, Recorded, Wanted
     from ..runner.runner import Limits, Runner
     from ..sampling.sampler import Sampler
 
@@ -265,7 +265,7 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapte
         depth=options.depth,
         words=-(-min(parts.tokenizer.vocab_size, parts.model.vocab_size) // 32),
     )
-    graphs: Any = Eager()
+    graphs: Any = None
     if device.has_graphs and not config.runner.enforce_eager and getattr(parts.model, "recordable", True):
         sizes = config.runner.cudagraph_capture_sizes
         kinds = {"adapted": adapted is not None, "small": parts.weight_bytes <= SMALL_BYTES}

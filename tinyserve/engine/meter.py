@@ -39,6 +39,7 @@ class Meter:
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._flying: deque[tuple[float, int, int, int]] = deque()
         self._preemptions = 0
+        self._stats: SchedulerStats | None = None
         self._gaps: list[float] = []  # of this step: seconds since each answer's token before
         self._generated = 0  # tokens of this step that belong to answers
 
@@ -61,8 +62,10 @@ class Meter:
         self.queues(stats)
 
     def queues(self, stats: SchedulerStats) -> None:
-        """The scheduler's numbers of the moment."""
-        self.metrics.queues(stats)
+        """The scheduler's numbers of the moment; in most steps they are those of the one before."""
+        if stats != self._stats:
+            self._stats = stats
+            self.metrics.queues(stats)
 
     def started(self, answers: int) -> None:
         """Answers were queued."""

@@ -154,6 +154,11 @@ class Decoder(nn.Module):
         x, delta = last(x, delta, batch) if rows is None else last(x, delta, batch, rows)
         return self.norm.add(x, delta)[1]
 
+    def further(self, batch: Batch) -> Tensor:
+        """`forward`, for the batch that it was called with last, all sequences of which are one token longer now."""
+        normed = None if self.few is None else self.few.further(batch)
+        return self.forward(batch) if normed is None else normed
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, [L, H] -> [L, V]."""
         logits = self.head(hidden)

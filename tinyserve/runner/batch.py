@@ -371,8 +371,10 @@ class BatchBuilder:
     def batch(self, views: Views, max_query_len: int, max_seq_len: int, max_cached_len: int) -> Batch:
         """The Batch that layers read; its gathered parts hold something after `gather`."""
         shape, out = views.shape, views.out
-        # References copy what they are given, so on the CPU tables end with the longest sequence.
-        width = -(-max_seq_len // self._rows.block_size) if self._ints.is_cpu else out.tables.shape[2]
+        width = out.tables.shape[2]
+        if self._ints.is_cpu:  # references copy what they are given, so tables end with the block of the longest
+            width = -(-max_seq_len // self._rows.block_size)
+            max_seq_len = width * self._rows.block_size
         return Batch(
             tokens=out.tokens,
             positions=out.positions,

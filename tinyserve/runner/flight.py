@@ -31,6 +31,12 @@ SPARED = 32  # flights that are not watched after one that did not land in time:
 TURN_SECONDS = 1e-4  # a turn of the other tasks that took longer was not spent on watching
 
 
+def wake(waiter: asyncio.Future[None]) -> None:
+    """Let who awaits go on, unless it was cancelled meanwhile."""
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 def pass_on(done: Future[StepOutput], landing: Future[StepOutput]) -> None:
     """Give what a job came to on to the future that is waited for."""
     error = done.exception() if not done.cancelled() else EngineDead("The runner is closed.")
@@ -100,14 +106,15 @@ class Flight:
             yield from self._look(self.watch)
         if not self.landing.done():
             self.waited = True
-            loop, landed = asyncio.get_running_loop(), asyncio.Event()
+            loop = asyncio.get_running_loop()
+            landed = loop.create_future()
 
             def tell(_: Future[StepOutput]) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                    loop.call_soon_threadsafe(landed.set)
+                    loop.call_soon_threadsafe(wake, landed)
 
             self.landing.add_done_callback(tell)
-            yield from landed.wait().__await__()
+            yield from landed
         error = self.landing.exception()
         if error is not None and (not isinstance(error, Exception) or isinstance(error, StopIteration)):
             # StopIteration, SystemExit, CancelledError ... mean something to asyncio: nobody would hear of the failure

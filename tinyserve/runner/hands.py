@@ -29,10 +29,11 @@ from .workers import Workers
 class Hands:
     """Does what launches on the device, in order.
 
-    Args: thread: that does what takes long; None: everything is done at once, until `start`.
+    Args: thread: that does everything; None: all is done at once, and from `start` on what takes long by a thread.
     """
 
     def __init__(self, thread: Workers | None = None) -> None:
+        self.everything = thread is not None
         self._thread = thread
         self._last: Future[Any] | None = None  # what the thread was given last
 

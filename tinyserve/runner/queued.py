@@ -1,24 +1,27 @@
 """What is known of a step whose kernels are queued, until its tokens are home.
 
-Before: batch.py, graphs.py.  After: runner.py (makes them, and builds the output from them).
+Before: batch.py, graphs.py.  After: runner.py (makes them, and has the output built from them).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
 from attrs import frozen
 
 from ..sampling.logprobs import TokenReports
-from ..step import SeqSlice, StepInput
+from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs, Tokens
 from .batch import Shape, Views
 from .graphs import Computed
+from .hands import done
 
 
 class Launched(NamedTuple):
-    """A step whose kernels are queued: what `_land` needs to build the output.
+    """A step whose kernels are queued: what `land` needs to build the output.
 
     Args:
         order: the slice of each sequence of the batch.   places: where its token stands in the result.
@@ -60,3 +63,32 @@ class Begun:
     forward: Forward | None
     started: float
     stream: Any
+
+
+def land(launched: Launched | Future[Launched]) -> StepOutput:
+    """Wait for the device (sleeping), then say in Python what the step gave."""
+    launched = done(launched)
+    launched.event.synchronize()
+    result = launched.result.tolist() if launched.result is not None else []
+    seqs, slices = len(result) // 2, launched.step.slices
+    seconds = time.perf_counter() - launched.started
+    bad = result[seqs : seqs + len(slices)]
+    if isinstance(slices, Decodes) and launched.reports is None and not launched.pooled and not any(bad):
+        return StepOutput(launched.step.step_id, Tokens(slices.slots, result[: len(slices)]), seconds)
+    records: dict[int, TokenLogprobs] = {}
+    if launched.reports is not None:
+        records = dict(zip(launched.reports.rows, launched.reports.records(), strict=True))
+    outputs: list[SliceOutput | None] = [None] * len(slices)
+    for index, place in zip(launched.order, launched.places, strict=True):
+        piece = slices[index]
+        scores = launched.prompt_scores.get(index)
+        prompt = tuple(record for part in scores for record in part.records()) if scores else None
+        if not piece.samples:
+            outputs[index] = SliceOutput(piece.slot, prompt_logprobs=prompt)
+            continue
+        wrong = result[seqs + place] > 0
+        record = None if wrong else records.get(place)
+        logprobs = None if record is None else (record,)
+        vector = launched.pooled[index].tolist() if index in launched.pooled else None
+        outputs[index] = SliceOutput(piece.slot, (result[place],), logprobs, prompt, vector, bad=wrong)
+    return StepOutput(launched.step.step_id, tuple(outputs), seconds)

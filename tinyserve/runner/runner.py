@@ -32,16 +32,17 @@ from ..kernels.keep_tokens import keep_tokens
 from ..lora.batch import DeviceAdapters, NoDeviceAdapters
 from ..sampling.logprobs import TokenReports
 from ..sampling.sampler import GrammarMask, Sampler
-from ..step import Decodes, SeqSlice, SliceOutput, StepInput, StepOutput, TokenLogprobs, Tokens
+from ..step import Decodes, SeqSlice, StepInput, StepOutput
 from .batch import Batch, BatchBuilder, Shape, Views
 from .flight import WATCHED_ROWS, Flight, Patience, Watch, pass_on
 from .graphs import Computed, Eager, Graphs
 from .hands import Hands, by_graph, done
 from .held import HeldChoice
 from .pooled import pooled, wanted
-from .queued import Begun, Forward, Launched
+from .queued import Begun, Forward, Launched, land
 from .scored import score_all, scored
 from .slots import Differences, Rows
+from .steady import Steady
 from .workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Runner:
     Args:
         model: bound to its KV storage.   sampler: with as many rows as `limits.rows`.
         limits: see there.   device: where model and sampler are.
-        graphs: how a step's computation is run; Eager unless given.   adapters: of the model; none unless given.
+        graphs: how a step's computation is run; kernel by kernel unless given.   adapters: of the model, if it has any.
     """
 
     def __init__(
@@ -96,9 +97,11 @@ class Runner:
         self.model = model
         self.sampler = sampler
         self.device = device
-        self.graphs, self.adapters = graphs or Eager(), adapters or NoDeviceAdapters()
+        self.adapters = adapters or NoDeviceAdapters()
         self.limits = limits
         self.rows = Rows(limits.rows, limits.max_model_len, limits.groups, limits.block_size, device.torch)
+        steady = Steady(self.rows.tokens.numpy(), limits.block_size) if device.is_cpu else Eager()
+        self.graphs: Graphs = graphs or steady
         ring, tokens, seqs = limits.depth + 1, limits.max_tokens, limits.max_seqs
         for shape in self.graphs.shapes():  # room for padding
             tokens, seqs = max(tokens, shape.tokens), max(seqs, shape.seqs)
@@ -118,17 +121,24 @@ class Runner:
             raise EngineDead("The runner is closed.")
         if step.masks is not None and not step.masks.begun:
             return self._launch_early(step)
+        if self._hands.everything:
+            return Flight(step.step_id, self._hands.do(False, self._run, step))
         if step.masks is None and self._hands.free and self._repeats(step):
             launched = self._repeat(step)
         else:
             quick = step.masks is None and self._is_quick(step)
             launched = self._hands.do(quick, self._enqueue, step)
-        return Flight(step.step_id, self._worker.submit(self._land, launched))
+        return Flight(step.step_id, self._worker.submit(land, launched))
+
+    def _run(self, step: StepInput) -> StepOutput:
+        """All of a step, on the thread that does everything."""
+        repeats = step.masks is None and self._repeats(step) and self.graphs.holds(self._before.forward.shape)
+        return land(self._on_device(self._repeat, step) if repeats else self._enqueue(step))
 
     def _launch_early(self, step: StepInput) -> Flight:
         """Queue the forward now, and the rest once its masks are known; nothing is planned behind such a step."""
         flight = Flight(step.step_id, Future())
-        repeats = self._hands.free and self._repeats(step)
+        repeats = not self._hands.everything and self._hands.free and self._repeats(step)
         early = repeats or self._is_quick(step)
         begun = self._replay(step) if repeats else self._hands.do(early, self._on_device, self._begin, step)
 
@@ -143,12 +153,12 @@ class Runner:
         """Let the loop itself land the flight, if it may come soon; else a thread."""
 
         def leave() -> None:
-            landing = self._worker.submit(self._land, launched)
+            landing = self._worker.submit(land, launched)
             landing.add_done_callback(lambda done: pass_on(done, flight.landing))
 
         many = isinstance(launched, Launched) and launched.reports is None and len(launched.order) >= WATCHED_ROWS
         if many and self._patience.lasts():
-            flight.watch = Watch(launched.event.query, lambda: self._land(launched), leave, self._patience)
+            flight.watch = Watch(launched.event.query, lambda: land(launched), leave, self._patience)
         else:
             leave()
 
@@ -217,7 +227,7 @@ class Runner:
         return self._on_device(lambda: self._finish(self._begin(step)))
 
     def _repeats(self, step: StepInput) -> bool:
-        """Whether a step differs from the one before only in positions, and that one was a graph's from end to end."""
+        """Whether a step differs from the one before only in positions, and that one is replayed from end to end."""
         before, slices = self._before, step.slices
         same = before is not None and isinstance(slices, Decodes) and slices.slots is before.forward.slots
         same = same and before.forward.again == (step.masks is not None)
@@ -297,7 +307,12 @@ class Runner:
         views = self.batches.send(pieces, shape, differences, slots)
         again = sampled and more  # the choice of a graph is not enough
 
-        def compute() -> Computed:
+        batch: Batch | None = None
+
+        def compute(*, further: bool = False) -> Computed:
+            nonlocal batch
+            if further:
+                return self._further(batch, asks.filters)
             longest = max(piece.end for piece in pieces)
             cached = max((piece.start for piece in pieces if piece.count > 1), default=0)
             batch = self.batches.batch(views, max(piece.count for piece in pieces), longest, cached)
@@ -344,6 +359,17 @@ class Runner:
             self._keep(tokens, bad, views)
         return Computed(hidden, logits, chosen)
 
+    def _further(self, batch: Batch, filters: bool) -> Computed:
+        """`_compute` for the decode computed last, whose buffers stand one position further now (steady.py)."""
+        views = batch.views
+        batch.memo.clear()
+        self.adapters.wear(views.shape.adapted, self.rows.adapters, batch.token_rows)
+        hidden = getattr(self.model, "further", self.model.forward)(batch)
+        logits = self.model.logits(hidden)
+        tokens, bad = self.sampler.choose(logits, views.values, views.seq_lens, filters=filters)
+        self._keep(tokens, bad, views)
+        return Computed(hidden, logits, True)
+
     def _sample(
         self, computed: Computed, slots: tuple[int, ...], views: Views, grammar: GrammarMask | None
     ) -> TokenReports | None:
@@ -358,31 +384,3 @@ class Runner:
         """End the step with these tokens, fewer than its sequences or none; late: it has been ended."""
         where = (part[: len(tokens)] for part in (views.slots, views.seq_lens, views.kept))
         keep_tokens(tokens, bad, *where, self.rows.tokens, self.batches.home, self.batches.turn, late=late)
-
-    def _land(self, launched: Launched | Future[Launched]) -> StepOutput:
-        """Wait for the device (sleeping), then say in Python what the step gave."""
-        launched = done(launched)
-        launched.event.synchronize()
-        result = launched.result.tolist() if launched.result is not None else []
-        seqs, slices = len(result) // 2, launched.step.slices
-        seconds = time.perf_counter() - launched.started
-        bad = result[seqs : seqs + len(slices)]
-        if isinstance(slices, Decodes) and launched.reports is None and not launched.pooled and not any(bad):
-            return StepOutput(launched.step.step_id, Tokens(slices.slots, result[: len(slices)]), seconds)
-        records: dict[int, TokenLogprobs] = {}
-        if launched.reports is not None:
-            records = dict(zip(launched.reports.rows, launched.reports.records(), strict=True))
-        outputs: list[SliceOutput | None] = [None] * len(slices)
-        for index, place in zip(launched.order, launched.places, strict=True):
-            piece = slices[index]
-            scores = launched.prompt_scores.get(index)
-            prompt = tuple(record for part in scores for record in part.records()) if scores else None
-            if not piece.samples:
-                outputs[index] = SliceOutput(piece.slot, prompt_logprobs=prompt)
-                continue
-            wrong = result[seqs + place] > 0
-            record = None if wrong else records.get(place)
-            logprobs = None if record is None else (record,)
-            vector = launched.pooled[index].tolist() if index in launched.pooled else None
-            outputs[index] = SliceOutput(piece.slot, (result[place],), logprobs, prompt, vector, bad=wrong)
-        return StepOutput(launched.step.step_id, tuple(outputs), seconds)
