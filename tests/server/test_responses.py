@@ -322,10 +322,60 @@ def test_the_official_client(run):
     run(go())
 
 
+def test_the_official_client_lists_what_a_response_answers(run):
+    """The route did not exist. All pages joined are all items, each once; an earlier answer is one of them."""
+
+    async def go():
+        transport = httpx.ASGITransport(create_app(service_of(FakeEngine(max_model_len=999))))
+        http = httpx.AsyncClient(transport=transport, base_url="http://test")
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http) as client:
+            first = await client.responses.create(model="tiny", input="Hi")
+            own = first.output[0].id
+            more = [
+                {"role": "user", "content": [{"type": "input_text", "text": f"word {number}"}], "id": "same"}
+                for number in range(30)
+            ]
+            call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+            given = [*more, call, {"type": "function_call_output", "call_id": "c", "output": "42"}]
+            second = await client.responses.create(model="tiny", input=given, previous_response_id=first.id)
+            newest = await client.responses.input_items.list(second.id)
+            assert (len(newest.data), newest.has_more) == (20, True)
+            assert [item.type for item in newest.data[:3]] == ["function_call_output", "function_call", "message"]
+            items = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=7)]
+            assert [item.content[0].text for item in items[:3]] == ["Hi", "abc", "word 0"] and items[1].id == own
+            assert len({item.id for item in items}) == len(items) == 34
+            down = [item.id async for item in client.responses.input_items.list(second.id)]
+            assert down == [item.id for item in reversed(items)]
+            last = await client.responses.input_items.list(first.id, after=(await _ids(client, first.id))[0])
+            assert last.data == [] and last.has_more is False
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.input_items.list("resp_none")
+
+    async def _ids(client, name):
+        return [item.id async for item in client.responses.input_items.list(name)]
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=no", "after"),
+     ("include=zz", "include")],
+)  # fmt: skip
+def test_what_a_list_of_items_asks_for_is_read(run, query, param):
+    async def go():
+        async with client_of(FakeEngine()) as client:
+            name = (await client.post("/v1/responses", json={"input": "x"})).json()["id"]
+            return await client.get(f"/v1/responses/{name}/input_items?{query}")
+
+    refused(run(go()), 400, param)
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [("stream=banana", "stream"), ("include[]=zz", "include[]"), ("include=a", "include"),
-     ("starting_after=x", "starting_after"),
+     ("starting_after=x&stream=true", "starting_after"), ("starting_after=-1&stream=true", "starting_after"),
+     ("starting_after=-1", "starting_after"), ("starting_after=3", "starting_after"),
      ("include_obfuscation=2", "include_obfuscation"), ("include[]=message.output_text.logprobs&stream=false", None)],
 )  # fmt: skip
 def test_what_a_look_asks_for_is_read(run, query, param):

@@ -9,7 +9,7 @@ from tinyserve.request import RequestOutputKind
 from tinyserve.server.fields import Fields
 from tinyserve.server.sampling import read_sampling
 
-from .conftest import events, refused
+from .conftest import FakeEngine, client_of, events, refused
 from .toys import toy_service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -106,3 +106,43 @@ def test_only_streams_ask_for_pieces():
     assert read_sampling(Fields({}), {}, stream=False).output_kind is RequestOutputKind.FINAL_ONLY
     with pytest.raises(RequestError):
         read_sampling(Fields({"top_k": -2}), {})
+
+
+HUGE = 123456789012345678901234567890
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"seed": HUGE}, "seed"),
+        ({"n": -HUGE}, "n"),
+        ({"max_tokens": HUGE}, "max_tokens"),
+        ({"stop_token_ids": [5, HUGE]}, "stop_token_ids"),
+        ({"priority": HUGE}, "priority"),
+        ({"stream_options": {"include_usage": HUGE}, "stream": True}, "stream_options.include_usage"),
+        ({"prompt": [1, HUGE]}, "prompt"),
+    ],
+)
+def test_a_number_beyond_64_bits_is_told_as_it_was_sent(run, body, param):
+    """It was told as 1.2345678901234568e+29, which is not an integer."""
+
+    async def go():
+        async with client_of(FakeEngine()) as client:
+            message = refused(await client.post("/v1/completions", json={"prompt": "x", **body}), 400, param)
+            assert str(HUGE) in message and "e+" not in message
+
+    run(go())
+
+
+def test_an_endless_number_is_told_in_words(run):
+    """5,000 digits, which Python does not read: no 500."""
+
+    async def go():
+        async with client_of(FakeEngine()) as client:
+            for digits in (4000, 5000):
+                body = b'{"prompt": "x", "seed": ' + b"9" * digits + b"}"
+                headers = {"content-type": "application/json"}
+                message = refused(await client.post("/v1/completions", content=body, headers=headers), 400)
+                assert len(message) < 120
+
+    run(go())

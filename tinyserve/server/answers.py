@@ -91,6 +91,10 @@ RESPONSE = record(
         output_tokens_details=record(reasoning_tokens="integer"), total_tokens="integer",
     )),
 )  # fmt: skip
+ITEMS = record(
+    object="string", data=rows("object", "Items of type message, reasoning, function_call and function_call_output."),
+    first_id="string?", last_id="string?", has_more="boolean",
+)  # fmt: skip
 MESSAGE = record(
     id="string", type="string", role="string", model="string",
     content=rows("object", "Blocks of type text, thinking and tool_use."),

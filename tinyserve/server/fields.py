@@ -10,6 +10,8 @@ Before: errors.py, schema.py (what a body may hold).  After: sampling.py and the
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,11 +24,12 @@ from ..config import ServerOptions
 from ..errors import RequestError, shown
 from .amount import check_amount
 from .errors import BodyTimeout, BodyTooLarge
-from .schema import Body
+from .schema import Body, Param
 
 OFF_LOOP_BYTES = 64 * 1024  # larger bodies are parsed in a thread; 2.6 ms a megabyte
 CHUNK_TIMEOUT = 60.0  # seconds between two pieces of a body
-_MISSING = object()
+_WHOLE = re.compile(r"-?[0-9]{1,30}", re.ASCII)
+_DIGITS = 4300  # of an integer; Python reads no more
 
 
 async def read_body(request: Request, options: ServerOptions, body: Body) -> Fields:
@@ -35,8 +38,11 @@ async def read_body(request: Request, options: ServerOptions, body: Body) -> Fie
     Raises: RequestError: as read_json, and naming the first field that is wrong or cannot be honoured.
     """
     fields = await read_json(request, options.max_body_bytes)
-    body.check(fields.values)
-    return Fields(fields.values, declared=body)
+    try:
+        body.check(fields.values)
+    except RequestError as error:
+        raise fields.exactly(error, body) from None
+    return Fields(fields.values, declared=body, source=fields.source)
 
 
 async def read_json(request: Request, max_bytes: int) -> Fields:
@@ -54,7 +60,7 @@ async def read_json(request: Request, max_bytes: int) -> Fields:
         value = _parse(body)
     if not isinstance(value, dict):
         raise RequestError("The body must be a JSON object.")
-    return Fields(value)
+    return Fields(value, source=body)
 
 
 def query_flag(request: Request, name: str) -> bool:
@@ -63,6 +69,24 @@ def query_flag(request: Request, name: str) -> bool:
     if given not in ("true", "false", "1", "0"):
         raise RequestError(f"{name} must be true or false, got {shown(given)}.", param=name)
     return given in ("true", "1")
+
+
+def query_integer(request: Request, param: Param) -> int | None:
+    """A parameter of the URL that is a whole number; its default when missing. Raises: RequestError."""
+    given = request.query_params.get(param.name)
+    if given is None:
+        return param.default
+    value = int(given) if _WHOLE.fullmatch(given) else given
+    param.kind.check(value, param.name)
+    return value
+
+
+def query_word(request: Request, param: Param) -> str | None:
+    """A parameter of the URL that is one of some words; its default when missing. Raises: RequestError."""
+    given = request.query_params.get(param.name, param.default)
+    if given is not None:
+        param.kind.check(given, param.name)
+    return given
 
 
 def _check_media_type(request: Request) -> None:
@@ -102,6 +126,29 @@ def _parse(body: bytes) -> Any:
         raise RequestError(f"The body is not valid JSON: {error}.") from None
 
 
+def _exact(body: bytes) -> dict[str, Any]:
+    """A body that was understood, with all digits of its integers; {} if it is too large to be read a second time."""
+
+    def integer(digits: str) -> float:
+        return int(digits) if len(digits) <= _DIGITS else float(digits)
+
+    if len(body) > OFF_LOOP_BYTES:
+        return {}
+    try:
+        return json.loads(body, parse_int=integer)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _at(value: Any, path: str, default: Any) -> Any:
+    """What stands at a dotted path in an object."""
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
 def _is_utf8(body: bytes) -> bool:
     try:
         body.decode("utf-8")
@@ -116,11 +163,15 @@ class Fields:
     Args:
         path: where this object stands in the body, e.g. "stream_options.".
         declared: what it may hold; a field that is not declared there cannot be read, so that the document is whole.
+        source: the whole body as it came.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str = "", declared: Body | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], path: str = "", declared: Body | None = None, source: bytes = b""
+    ) -> None:
         self.values = values
         self.path = path
+        self.source = source
         self._declared = declared
 
     def raw(self, name: str) -> Any:
@@ -140,8 +191,22 @@ class Fields:
 
     def wrong(self, name: str, expected: str) -> RequestError:
         """The error for a field of a wrong type."""
-        value = shown(self.values.get(name))
+        value = shown(_at(_exact(self.source), self.path + name, self.values.get(name)))
         return RequestError(f"{self.path}{name} must be {expected}, got {value}.", param=self.path + name)
+
+    def exactly(self, error: RequestError, body: Body) -> RequestError:
+        """A refusal that shows numbers as they were sent: the parser makes floats of integers beyond 64 bits."""
+        sent = _exact(self.source)
+        try:
+            body.check(sent)
+        except RequestError as exact:
+            return exact
+        value = _at(sent, error.param or "", None)
+        return (
+            error
+            if value is None
+            else RequestError(f"{error.param} must fit in 64 bits, got {shown(value)}.", param=error.param)
+        )
 
     def refuse(self, name: str, why: str) -> None:
         """Raise a 400 that names the field."""
@@ -175,7 +240,7 @@ class Fields:
         """An object inside this one, to be read in the same way."""
         values = self.mapping(name)
         declared = None if self._declared is None else self._declared.params[name].kind.inner
-        return None if values is None else Fields(values, f"{self.path}{name}.", declared)
+        return None if values is None else Fields(values, f"{self.path}{name}.", declared, self.source)
 
     def choice(self, name: str, choices: tuple[str, ...], default: str | None = None) -> str | None:
         value = self.text(name, default)

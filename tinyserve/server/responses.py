@@ -19,16 +19,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..config import ServerOptions
-from ..errors import ContextLengthExceeded, RequestError
+from ..errors import ContextLengthExceeded, RequestError, shown
 from ..request import SamplingParams
 from . import answers, spans
 from .face import EngineFace, Service
-from .fields import Fields, query_flag, read_body
+from .fields import Fields, query_flag, query_integer, query_word, read_body
 from .formats import of_format
 from .openai_chat import effort_variables, name_of
 from .reading import Readings
 from .requestlog import log_request
-from .responses_items import BODY, INCLUDE, LOGPROBS, read_input
+from .responses_items import BODY, INCLUDE, LOGPROBS, listed_input, read_input
 from .responses_store import Follow, Kept, Run
 from .responses_writer import ResponseWriter, Shape, stamp
 from .sampling import read_sampling, request_options
@@ -38,12 +38,16 @@ from .tools import ToolPlan, plan_tools
 
 _ID = [Param("response_id", text(), "The id of a kept response.")]
 _INCLUDE = Param("include", listed(choice(*INCLUDE)), "Accepted; a response shows what it was made with.")
+_AFTER = Param("starting_after", integer(0), "With stream: sequence number of the last event that is known already.")
 _FOLLOW = [
     Param("stream", flag(), "Follow its events; only of background responses with stream.", False),
-    Param("starting_after", integer(0), "Sequence number of the last event that is known already."),
+    _AFTER,
     _INCLUDE,
     Param("include_obfuscation", flag(), "Accepted; it changes no answer.", False),
 ]
+_LIMIT = Param("limit", integer(1, 100), "At most so many items.", 20)
+_ORDER = Param("order", choice("asc", "desc"), "desc: the newest first.", "desc")
+_LISTED = [_LIMIT, _ORDER, Param("after", text(), "Go on behind the item with this id, in the same order."), _INCLUDE]
 
 
 @facts("Responses", "Make a response", body=BODY, answer=answers.RESPONSE, stream=True)
@@ -74,8 +78,8 @@ async def create(request: Request, service: Service) -> Any:
         **_form(fields),
     )
     more = request_options(fields, service)
-    before = service.responses.get(fields.text("previous_response_id")).conversation if _goes_on(fields) else []
-    messages = read_input(fields, before)
+    before = service.responses.get(fields.text("previous_response_id")) if _goes_on(fields) else None
+    messages = read_input(fields, before.conversation if before else [])
     ids = await _encoded(engine, fields, messages, service, plan)
     readings = Readings.of(engine, plan, ids, special=fields.raw("skip_special_tokens") is False)
     sampling, reading = await readings.prepared(sampling), readings.new()
@@ -100,7 +104,7 @@ async def create(request: Request, service: Service) -> Any:
     outputs = service.spans.watch(outputs, request, spans.CHAT, name=name, model=model, sampling=sampling)
     if fields.flag("store", True):
         said = messages[1:] if fields.given("instructions") else messages
-        kept = Kept(writer, list(said))
+        kept = Kept(writer, list(said), listed_input(fields.raw("input"), before.all_items() if before else []))
     if not background:
         return Generation([outputs], 1, writer, stream=stream, keep_alive=options.sse_keep_alive_interval)
     service.responses.make_room()
@@ -124,16 +128,41 @@ def _started(service: Service, writer: ResponseWriter, outputs: Any, *, keep_eve
 async def retrieve(request: Request, service: Service) -> Any:
     """A kept response as it is now, or with stream=true its events from one on."""
     kept = service.responses.get(request.path_params["response_id"])
-    start = _starting_after(request)
+    after = query_integer(request, _AFTER)
     query_flag(request, "include_obfuscation")
-    for name in ("include", "include[]"):
-        for asked in request.query_params.getlist(name):
-            _INCLUDE.kind.check([asked], name)
+    _check_include(request)
     if not query_flag(request, "stream"):
+        if after is not None:
+            raise RequestError("starting_after is allowed only together with stream=true.", param="starting_after")
         return _json(kept.writer.snapshot())
     if kept.run is None or kept.run.events is None:
         raise RequestError("Only a response made with background and stream can be followed.", param="stream")
-    return Follow(kept.run, start, service.config.server.sse_keep_alive_interval)
+    return Follow(kept.run, 0 if after is None else after + 1, service.config.server.sse_keep_alive_interval)
+
+
+def _check_include(request: Request) -> None:
+    for name in ("include", "include[]"):
+        for asked in request.query_params.getlist(name):
+            _INCLUDE.kind.check([asked], name)
+
+
+@facts("Responses", "List what a response answers", answer=answers.ITEMS, query=_LISTED, path=_ID, refusals=(400, 404))
+async def input_items(request: Request, service: Service) -> Response:
+    """The items that a kept response was made from: those sent with it, and the conversation that it goes on from."""
+    items = service.responses.get(request.path_params["response_id"]).items
+    limit, order, after = query_integer(request, _LIMIT), query_word(request, _ORDER), request.query_params.get("after")
+    _check_include(request)
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        place = next((number for number, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise RequestError(f"after: this response has no item {shown(after)}.", param="after")
+        items = items[place + 1 :]
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(items) > len(page)
+    return _json({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
 
 
 @facts("Responses", "Cancel a response", answer=answers.RESPONSE, path=_ID, refusals=(400, 404))
@@ -177,14 +206,6 @@ def _form(fields: Fields) -> dict[str, Any]:
 
 def _goes_on(fields: Fields) -> bool:
     return bool(fields.text("previous_response_id"))
-
-
-def _starting_after(request: Request) -> int:
-    given = request.query_params.get("starting_after", "-1")
-    try:
-        return max(int(given[:20]), -1) + 1
-    except ValueError:
-        raise RequestError("starting_after must be a sequence number.", param="starting_after") from None
 
 
 def _logprobs(fields: Fields) -> int | None:

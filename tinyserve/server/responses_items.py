@@ -9,6 +9,7 @@ Before: schema.py, bodies.py.  After: responses.py.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
 Message = dict[str, Any]
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
+_PREFIX = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 
 BODY = Body("ResponseRequest", [
@@ -107,6 +109,24 @@ def read_input(fields: Fields, before: list[Message]) -> list[Message]:
             raise RequestError(f"input[{index}] must be an object, got {shown(item)}.", param=f"input[{index}]")
         _add(items, item, f"input[{index}]")
     return [*messages, *before, *items]
+
+
+def listed_input(given: str | list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items that were read (`read_input`), as a list of them shows them: each with an id that no other has."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    items, seen = list(before), {item["id"] for item in before}
+    for item in given:
+        kind, name = item.get("type") or "message", item.get("id")
+        if not isinstance(name, str) or not name or name in seen:
+            name = _PREFIX[kind] + uuid.uuid4().hex
+        seen.add(name)
+        content = item.get("content")
+        if kind == "message" and not isinstance(content, list):
+            part = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
+            item = {**item, "content": [{**part, "text": content or ""}]}
+        items.append({**item, "id": name, "type": kind, "status": item.get("status") or "completed"})
+    return items
 
 
 def _add(messages: list[Message], item: Mapping[str, Any], place: str) -> None:

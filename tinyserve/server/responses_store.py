@@ -40,10 +40,16 @@ class NoSuchResponse(RequestError):
 
 @define
 class Kept:
-    """One kept response. conversation: all chat messages up to and including its answer."""
+    """One kept response.
+
+    Args:
+        conversation: all chat messages up to and including its answer.
+        items: what it was made from, in the API's form.
+    """
 
     writer: ResponseWriter
     conversation: list[dict[str, Any]]
+    items: list[dict[str, Any]] = field(factory=list)
     run: Run | None = None
     size: int = 0
 
@@ -51,9 +57,14 @@ class Kept:
     def running(self) -> bool:
         return self.run is not None and not self.run.done
 
+    def all_items(self) -> list[dict[str, Any]]:
+        """What it was made from, and what it is."""
+        return [*self.items, *self.writer.snapshot()["output"]]
+
     def weigh(self) -> int:
         """Bytes that it takes, about."""
-        self.size = len(orjson.dumps(self.writer.snapshot())) + len(orjson.dumps(self.conversation))
+        parts = (self.writer.snapshot(), self.conversation, self.items)
+        self.size = sum(len(orjson.dumps(part)) for part in parts)
         self.size += self.run.size if self.run is not None else 0
         return self.size
 
