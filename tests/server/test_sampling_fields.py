@@ -146,3 +146,16 @@ def test_an_endless_number_is_told_in_words(run):
                 assert len(message) < 120
 
     run(go())
+
+
+def test_equal_fields_are_checked_once_and_never_taken_for_others():
+    """Parameters that were asked for before are the same object; 1, 1.0 and true are not the same words."""
+    first = read_sampling(Fields({"temperature": 1, "top_k": 5}), {}, max_tokens=9)
+    assert read_sampling(Fields({"temperature": 1, "top_k": 5}), {}, max_tokens=9) is first
+    assert read_sampling(Fields({"temperature": 1, "top_k": 5}), {}, max_tokens=8) is not first
+    for wrong in ({"temperature": True}, {"top_k": 5.0}, {"top_k": True}, {"n": 1.0}):
+        for _ in range(2):
+            with pytest.raises(RequestError) as refusal:
+                read_sampling(Fields({"temperature": 1, "top_k": 5, **wrong}), {}, max_tokens=9)
+            assert refusal.value.param in wrong
+    assert read_sampling(Fields({"stop": ["a"]}), {}).stop == ("a",)

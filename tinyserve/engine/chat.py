@@ -1,4 +1,4 @@
-"""A conversation becomes a prompt: template, then tokenizer, both off the loop.
+"""A conversation becomes a prompt: template, then tokenizer; both off the loop, unless there is little to do.
 
 The template writes the special tokens itself, so the text gets no second BOS from the tokenizer.
 
@@ -8,6 +8,7 @@ Before: text/template.py, intake.py (the threads, the limits).  After: engine.py
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,8 +18,10 @@ from attrs import frozen
 from ..errors import RequestError
 from ..text.fence import Fence
 from ..text.template import ChatTemplate
-from .intake import Intake
+from .intake import INLINE_CHARACTERS, Intake
 from .parts import Parts
+
+INLINE_MESSAGES, INLINE_SECONDS = 8, 0.002  # of a conversation that is not worth a hop to a thread and back
 
 
 @frozen(kw_only=True)
@@ -54,6 +57,7 @@ class Chat:
         self._special = special = parts.tokenizer.facts.special_tokens
         self._compile = lru_cache(8)(lambda text: ChatTemplate(text, special_tokens=special))
         self._fence = Fence()
+        self._seconds = float("inf")  # that the last short conversation took
 
     def template(self, options: ChatOptions) -> ChatTemplate:
         """The template to use. Raises: RequestError: the model has none and the call brings none."""
@@ -79,11 +83,18 @@ class Chat:
 
         fenced = await self._fenced(messages, chosen) if chosen.untrusted and chosen.chat_template else None
 
-        def work() -> tuple[str, list[int]]:
-            text = self.render(messages, chosen) if fenced is None else fenced
-            return text, self._intake.encode_prompt(text, add_special_tokens=chosen.add_special_tokens)
+        small = fenced is None and _is_small(messages, chosen)
 
-        return await self._intake.off_loop(work)
+        def work() -> tuple[str, list[int]]:
+            begin = time.thread_time()
+            text = self.render(messages, chosen) if fenced is None else fenced
+            ids = self._intake.encode_prompt(text, add_special_tokens=chosen.add_special_tokens)
+            if small:
+                self._seconds = time.thread_time() - begin
+            return text, ids
+
+        quick = small and self._seconds < INLINE_SECONDS
+        return work() if quick else await self._intake.off_loop(work)
 
     async def _fenced(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
         job = {
@@ -97,6 +108,20 @@ class Chat:
     async def close(self) -> None:
         """End the process that renders the templates of strangers, if there is one."""
         await self._fence.close()
+
+
+def _is_small(messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> bool:
+    """Whether a conversation is short, and for the model's own template."""
+    if options.tools or options.documents or options.chat_template is not None or len(messages) > INLINE_MESSAGES:
+        return False
+    size, variables = 0, options.chat_template_kwargs or {}
+    for values in (*messages, variables):
+        for value in values.values():
+            if isinstance(value, str):
+                size += len(value)
+            elif value is not None and not isinstance(value, bool):
+                return False
+    return size <= INLINE_CHARACTERS
 
 
 def _keywords(options: ChatOptions) -> dict[str, Any]:

@@ -99,9 +99,8 @@ def create_app(service: Service) -> Front:
     methods: dict[str, dict[str, Handler]] = {}
     for method, path, handler in ROUTES:
         methods.setdefault(path, {})[method] = handler
-    routes = [Route(path, _Endpoint(service, path, found), methods=list(found)) for path, found in methods.items()]
     options = service.config.server
-    app: Any = Guard(Router(routes, redirect_slashes=False), options.api_key, options.allowed_hosts)
+    app: Any = Guard(_Routes(service, methods), options.api_key, options.allowed_hosts)
     if options.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -111,6 +110,23 @@ def create_app(service: Service) -> Front:
             allow_credentials=options.allow_credentials,
         )
     return Front(app, service)
+
+
+class _Routes:
+    """The router, with a short way to paths without parameters: nearly all requests ask for two or three of these."""
+
+    def __init__(self, service: Service, methods: dict[str, dict[str, Handler]]) -> None:
+        self._plain: dict[tuple[str, str], _Endpoint] = {}
+        routes = []
+        for path, found in methods.items():
+            endpoint = _Endpoint(service, path, found)
+            routes.append(Route(path, endpoint, methods=list(found)))
+            if "{" not in path:
+                self._plain |= dict.fromkeys([(method, path) for method in found], endpoint)
+        self._router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._plain.get((scope["method"], _path(scope)), self._router)(scope, receive, send)
 
 
 class _Endpoint:
@@ -145,6 +161,7 @@ class Front:
         scope["tinyserve.arrival"] = time.time_ns()
         scope["app"] = self  # makes the router raise its 404 and 405 instead of writing them as plain text
         state = _Answering(send, [*self._request_id(scope), *self._load(scope)])
+        scope["tinyserve.answer"] = state  # the guard, too, has to know whether there is one
         counted = _path(scope).startswith(_ANSWERED)
         self._service.inflight += counted
         body = _Receiving(receive, self._service)
@@ -201,10 +218,10 @@ class Guard:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        state = _Answering(send, [])
+        state: _Answering = scope["tinyserve.answer"]
         try:
             self._check(scope)
-            await self._app(scope, receive, state.send)
+            await self._app(scope, receive, send)
         except ClientDisconnect:
             return
         except BaseException as error:
@@ -212,7 +229,7 @@ class Guard:
                 raise
             failure = _of_router(error, scope) if isinstance(error, HTTPException) else describe(error)
             if state.status is None:
-                await answer_to(scope, failure)(scope, receive, state.send)
+                await answer_to(scope, failure)(scope, receive, send)
 
     def _check(self, scope: Any) -> None:
         headers = scope["headers"]

@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import numpy as np
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -37,7 +36,7 @@ from .prompts import read
 from .requestlog import log_request
 from .sampling import request_options
 from .schema import facts
-from .sse import cancel_when_gone
+from .sse import Departure
 
 
 @facts("Embeddings", "Turn texts into vectors", body=EMBEDDING, answer=answers.EMBEDDINGS)
@@ -66,16 +65,15 @@ async def embeddings(request: Request, service: Service) -> Any:
         embed(SimpleNamespace(outputs=outputs), prompt.ids, normalize=normalize, request_id=f"{name}-{number}", **more)
         for number, prompt in enumerate(prompts)
     ]
-    vectors, failure = None, None
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(cancel_when_gone, request.receive, tasks.cancel_scope)
-        try:
-            vectors = await _vectors(jobs)
-        except Exception as error:
-            failure = _of_input(error)
-        tasks.cancel_scope.cancel()
-    if vectors is None:
-        raise failure or ClientDisconnect
+    departure = Departure(request.receive)
+    try:
+        vectors = await _vectors(jobs)
+    except BaseException as error:
+        if departure.caused(error):
+            raise ClientDisconnect from None
+        raise _of_input(error) from None
+    finally:
+        departure.end()
     body = {
         "id": name,
         "object": "list",
@@ -88,7 +86,7 @@ async def embeddings(request: Request, service: Service) -> Any:
     return Response(written, media_type="application/json")
 
 
-def _of_input(error: Exception) -> Exception:
+def _of_input(error: BaseException) -> BaseException:
     """What the engine says of a prompt, said of the field that was sent."""
     if not isinstance(error, RequestError) or error.param != "prompt":
         return error

@@ -15,9 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import anyio
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from ..checks import MAX_TOKEN_LIST
 from ..config import ServerOptions
@@ -51,8 +50,9 @@ async def read_json(request: Request, max_bytes: int) -> Fields:
     Raises: RequestError: wrong media type or JSON; TooLarge: above `max_bytes`, or so many messages or other values
     that parsing them would stop everybody else (amount.py).
     """
-    _check_media_type(request)
-    body = await _read_body(request, max_bytes)
+    headers = dict(reversed(request.scope["headers"]))  # of a name that comes twice, the first counts
+    _check_media_type(headers)
+    body = await _read_body(request, headers.get(b"content-length", b"0"), max_bytes)
     if len(body) > OFF_LOOP_BYTES:
         await asyncio.to_thread(check_amount, body, max_bytes)
         value = await asyncio.to_thread(_parse, body)
@@ -89,29 +89,35 @@ def query_word(request: Request, param: Param) -> str | None:
     return given
 
 
-def _check_media_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def _check_media_type(headers: Mapping[bytes, bytes]) -> None:
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     # A browser sends other types to foreign sites without asking them first, so those are refused.
-    if kind != "application/json" and (kind or "origin" in request.headers):
-        raise RequestError(f"Content-Type must be application/json, got {shown(kind or 'none')}.")
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("", "identity"):
-        raise RequestError(f"Content-Encoding {shown(coding)} is not understood; send the body uncompressed.")
+    if kind != b"application/json" and (kind or b"origin" in headers):
+        raise RequestError(f"Content-Type must be application/json, got {shown(kind.decode('latin-1') or 'none')}.")
+    coding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if coding not in (b"", b"identity"):
+        told = shown(coding.decode("latin-1"))
+        raise RequestError(f"Content-Encoding {told} is not understood; send the body uncompressed.")
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    announced = request.headers.get("content-length", "0")
+async def _read_body(request: Request, announced: bytes, max_bytes: int) -> bytes:
     if announced.isdigit() and int(announced) > max_bytes:
-        raise BodyTooLarge(f"The body has {announced} bytes; at most {max_bytes} are allowed.")
-    pieces, size = [], 0
+        raise BodyTooLarge(f"The body has {announced.decode()} bytes; at most {max_bytes} are allowed.")
+    pieces, size, more = [], 0, True
+    clock = asyncio.get_running_loop().time
     try:
-        with anyio.fail_after(CHUNK_TIMEOUT) as scope:
-            async for piece in request.stream():
-                scope.deadline = anyio.current_time() + CHUNK_TIMEOUT
-                size += len(piece)
+        async with asyncio.timeout(CHUNK_TIMEOUT) as silence:
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                pieces.append(message.get("body", b""))
+                more = message.get("more_body", False)
+                size += len(pieces[-1])
                 if size > max_bytes:
                     raise BodyTooLarge(f"The body has more than {max_bytes} bytes.")
-                pieces.append(piece)
+                if more:
+                    silence.reschedule(clock() + CHUNK_TIMEOUT)
     except TimeoutError:
         raise BodyTimeout(f"No part of the body arrived for {CHUNK_TIMEOUT:.0f} seconds.") from None
     return b"".join(pieces)

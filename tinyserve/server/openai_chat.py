@@ -130,7 +130,8 @@ async def chat_completions(request: Request, service: Service) -> Generation:
 
 def name_of(request: Request, fields: Fields) -> str:
     """The id of a request: the header's, else the body's, else a new one. It goes to the log, so it has one line."""
-    name = (request.headers.get("x-request-id") or fields.text("request_id") or uuid.uuid4().hex)[:256]
+    sent = next((value for name, value in request.scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    name = (sent or fields.text("request_id") or uuid.uuid4().hex)[:256]
     return name if name.isprintable() else "".join(c if c.isprintable() else "?" for c in name)
 
 

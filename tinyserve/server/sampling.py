@@ -9,8 +9,10 @@ Before: fields.py, bodies.py.  After: openai_chat.py, openai_completions.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
+from attrs import fields as fields_of
 from attrs import frozen
 
 from ..request import RequestOutputKind, SamplingParams
@@ -22,6 +24,8 @@ _NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "n", "seed", "min_tokens", "prompt_logprobs", "stream_interval",
 )  # fmt: skip
+_PLAIN = {bool, int, float, str, type(None), RequestOutputKind}
+_DEFAULTS = {attribute.name: attribute.default for attribute in fields_of(SamplingParams)}
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
 
 
@@ -61,7 +65,16 @@ def read_sampling(
     values |= decided
     if fields.holds("stop_token_ids") and "stop_token_ids" in defaults:
         values["stop_token_ids"] = [*defaults["stop_token_ids"], *values["stop_token_ids"]]
+    values = {name: value for name, value in values.items() if value is not _DEFAULTS[name]}
+    if all(type(value) in _PLAIN for value in values.values()):
+        return _made(tuple((name, type(value), value) for name, value in values.items()))
     return SamplingParams(**values)
+
+
+@lru_cache(256)
+def _made(values: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    """Parameters that were asked for before: checking 40 fields takes 0.1 ms. Types tell 1 and True apart."""
+    return SamplingParams(**{name: value for name, _, value in values})
 
 
 def _lists(fields: Fields) -> dict[str, Any]:

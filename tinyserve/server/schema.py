@@ -235,11 +235,13 @@ class Body:
     def __init__(self, name: str, params: Sequence[Param]) -> None:
         self.name = name
         self.params = {param.name: param for param in params}
+        self._needed = frozenset(param.name for param in params if param.required)
 
     def check(self, values: Mapping[str, Any], path: str = "") -> None:
         """Hold the values to the declarations. Raises: RequestError: naming the first field at fault."""
-        for name, param in self.params.items():
-            value = values.get(name)
+        needed = self._needed
+        for name in [name for name in self.params if name in values or name in needed]:
+            param, value = self.params[name], values.get(name)
             if value is not None:
                 param.check(value, path + name)
             elif param.required:

@@ -89,24 +89,31 @@ class Generation:
         self._keep_alive = keep_alive
         self._progress = progress
         self._answering = False
+        self._unfinished = n * len(sources)
+        self._last = b""  # events of the last output of all, which leave with the stream's end
         self._started = False
         self._sent = time.monotonic()
         self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(cancel_when_gone, receive, tasks.cancel_scope)
-            if self._stream and self._keep_alive:
-                tasks.start_soon(self._break_silence, send)
-            if self._stream and self._progress is not None:
-                tasks.start_soon(self._tell_progress, send)
-            try:
-                await self._answer(send)
-            except BaseException as error:
+        departure = Departure(receive)
+        silence = Silence(self, send, self._keep_alive) if self._stream and self._keep_alive else None
+        telling = None
+        if self._stream and self._progress is not None:
+            telling = asyncio.create_task(self._tell_progress(send))
+        try:
+            await self._answer(send)
+        except BaseException as error:
+            if not departure.caused(error):
                 if is_own(error):
                     raise
                 await self._fail(error, scope, receive, send)
-            tasks.cancel_scope.cancel()
+        finally:
+            departure.end()
+            if silence is not None:
+                silence.end()
+            if telling is not None:
+                telling.cancel()
 
     async def _answer(self, send: Any) -> None:
         outputs = self._sources[0] if len(self._sources) == 1 else _merged(self._sources, self._n)
@@ -119,12 +126,16 @@ class Generation:
                 size += (weight := _weight(output))
                 if not self._stream:
                     self._writer.add(output)
-                else:
-                    work = partial(self._writer.events, output)
-                    if events := work() if weight <= OFF_LOOP else await asyncio.to_thread(work):
-                        await self._send(send, events)
+                    continue
+                work = partial(self._writer.events, output)
+                events = work() if weight <= OFF_LOOP else await asyncio.to_thread(work)
+                self._unfinished -= output.finished
+                if not self._unfinished:
+                    self._last += events
+                elif events:
+                    await self._send(send, events)
         if self._stream:
-            await self._send(send, self._writer.last_events(), more=False)
+            await self._send(send, self._last + self._writer.last_events(), more=False)
         else:
             work = self._writer.body
             body = work() if size <= OFF_LOOP else await asyncio.to_thread(work)
@@ -140,23 +151,23 @@ class Generation:
             await send({"type": "http.response.body", "body": data, "more_body": more})
         self._sent = time.monotonic()
 
-    async def _break_silence(self, send: Any) -> None:
-        while True:
-            left = self._sent + self._keep_alive - time.monotonic()
-            if left <= 0 and not self._sending.locked():  # a reader that does not read needs no comment
-                await self._send(send, COMMENT)
-            await anyio.sleep(left if left > 0 else self._keep_alive)
+    async def comment(self, send: Any) -> float:
+        """Break a silence that has lasted too long. Returns: seconds until it may be so again."""
+        left = self._sent + self._keep_alive - time.monotonic()
+        if left <= 0 and not self._sending.locked():  # a reader that does not read needs no comment
+            await self._send(send, COMMENT)
+        return left if left > 0 else self._keep_alive
 
     async def _tell_progress(self, send: Any) -> None:
         while not self._answering:
             if news := self._progress():
                 await self._send(send, news)
-            await anyio.sleep(PROGRESS_INTERVAL)
+            await asyncio.sleep(PROGRESS_INTERVAL)
 
     async def _fail(self, error: BaseException, scope: Any, receive: Any, send: Any) -> None:
         failure = describe(error)
         if self._started:
-            await self._send(send, self._writer.failed(failure), more=False)
+            await self._send(send, self._last + self._writer.failed(failure), more=False)
         else:
             await answer_to(scope, failure)(scope, receive, send)
 
@@ -192,11 +203,50 @@ def _weight(output: Output) -> int:
     return 1 + len(output.token_ids) + _NAMED * named
 
 
-async def cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:
-    """Wait until the client has left, then cancel the scope."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
+class Departure:
+    """Cancels the task that makes it as soon as the client has left; until `end`. Attributes: left: whether it has."""
+
+    def __init__(self, receive: Any) -> None:
+        self.left = False
+        self._task = asyncio.current_task()
+        self._watching = asyncio.create_task(self._watch(receive))
+
+    async def _watch(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.left = True
+        self._task.cancel()
+
+    def caused(self, error: BaseException) -> bool:
+        """Whether `error` is nothing but that cancellation, which is over then. Looks no more for the client."""
+        self.end()
+        return self.left and isinstance(error, asyncio.CancelledError) and not self._task.uncancel()
+
+    def end(self) -> None:
+        """Look no more for the client."""
+        self._watching.cancel()
+
+
+class Silence:
+    """Has a generation say something when it was silent for long; until `end`. A timer costs less than a task."""
+
+    def __init__(self, generation: Generation, send: Any, seconds: float) -> None:
+        self._work = partial(generation.comment, send)
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(seconds, self._begin)
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._look())
+
+    async def _look(self) -> None:
+        self._timer = self._loop.call_later(await self._work(), self._begin)
+
+    def end(self) -> None:
+        """Say nothing more."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def _merged(sources: Sequence[AsyncIterator[Output]], n: int) -> AsyncIterator[Output]:
