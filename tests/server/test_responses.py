@@ -326,8 +326,7 @@ def test_the_official_client_lists_what_a_response_answers(run):
     """The route did not exist. All pages joined are all items, each once; an earlier answer is one of them."""
 
     async def go():
-        transport = httpx.ASGITransport(create_app(service_of(FakeEngine(max_model_len=999))))
-        http = httpx.AsyncClient(transport=transport, base_url="http://test")
+        http = client_of(FakeEngine(max_model_len=999))
         async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http) as client:
             first = await client.responses.create(model="tiny", input="Hi")
             own = first.output[0].id
