@@ -34,6 +34,7 @@ from tinyserve.scheduling.scheduler import Scheduler
 from tinyserve.server.face import Service
 from tinyserve.server.serve import Server, open_socket
 from tinyserve.step import SliceOutput, StepOutput
+from tinyserve.text.template import ChatTemplate
 from tinyserve.text.tokenizer import Tokenizer as Words
 from tinyserve.text.tokenizer import TokenizerFacts
 
@@ -67,7 +68,7 @@ def words() -> Words:
     return Words(tokenizer, TokenizerFacts(special_tokens={"eos_token": "<|end|>"}))
 
 
-async def engine_of(settings: config.EngineConfig) -> Engine:
+async def engine_of(settings: config.EngineConfig, template: ChatTemplate | None = None) -> Engine:
     resolved = settings.resolve("cpu")
     cache = KVCache((KVGroup(0, None, (0,)),), 256 * CONTEXT // BLOCK + 1, BLOCK, enable_prefix_caching=True)
     machine = Machine(
@@ -78,7 +79,14 @@ async def engine_of(settings: config.EngineConfig) -> Engine:
         max_model_len=CONTEXT,
         depth=1,
     )
-    parts = Parts(model=None, tokenizer=words(), max_model_len=CONTEXT, eos_ids={256}, served_names=("script",))
+    parts = Parts(
+        model=None,
+        tokenizer=words(),
+        max_model_len=CONTEXT,
+        eos_ids={256},
+        served_names=("script",),
+        template=template,
+    )
     return await Engine.start(settings, parts=parts, machine=machine)
 
 

@@ -386,3 +386,114 @@ def test_stopping_does_not_wait_for_idle_connections(run, monkeypatch):
         silent[1].close()
 
     run(go())
+
+
+@pytest.mark.parametrize(
+    "half", [b"content-length: 900\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n5\r\n{", b"content"]
+)
+def test_stopping_does_not_wait_for_half_a_request(run, monkeypatch, caplog, half):
+    """Half of a body held the server for all of its time, an hour here, and asyncio wrote of a CancelledError."""
+    monkeypatch.setattr(serve, "LAST_WORDS", 3600.0)
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            reader, writer = await connect(server)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + half)
+            body = b"\r\n\r\n" in half
+            await (eventually(lambda: server.service.inflight == 1) if body else asyncio.sleep(0.05))
+            await server.stop(3600.0)
+            answer = await reader.read()
+            assert not body or (answer.startswith(b"HTTP/1.1 503 ") and b"connection: close" in answer)
+            writer.close()
+
+    run(go())
+    assert not caplog.records
+
+
+def test_stopping_does_not_wait_for_what_is_read_and_forgotten(run, monkeypatch, caplog):
+    """The body behind a refusal may go on for an hour here."""
+    monkeypatch.setattr(serve, "LAST_WORDS", 3600.0)
+    monkeypatch.setattr(connections, "QUIET_SECONDS", 3600.0)
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            reader, writer = await connect(server)
+            writer.write(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{")
+            assert b" 404 " in await reader.readuntil(b"\r\n\r\n")
+            await server.stop(3600.0)
+            writer.close()
+
+    run(go())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("version", "expected", "status"),
+    [("1.1", "200-ok", 417), ("1.1", "100-continue, x=y", 417), ("1.1", "100-CONTINUE", 200), ("1.0", "200-ok", 200)],
+)
+def test_an_expectation_that_cannot_be_met_is_refused(run, version, expected, status):
+    """It was ignored. RFC 9110, 10.1.1; a client of HTTP/1.0 cannot know of any."""
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            reader, writer = await connect(server)
+            head = f"GET /version HTTP/{version}\r\nhost: x\r\nexpect: {expected}\r\nconnection: close\r\n\r\n"
+            writer.write(head.encode())
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+            assert status == 200 or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 417
+            writer.close()
+
+    run(go())
+
+
+def test_requests_that_come_together_are_answered_in_turn(run):
+    """100 in one write, with bodies, on one connection: 100 answers in their order, and then it is kept."""
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            reader, writer = await connect(server)
+            sent = b""
+            for number in range(100):
+                body = json.dumps({"prompt": "x" * (number + 1)}).encode()
+                sent += b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                sent += b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            writer.write(sent)
+            for number in range(100):
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                assert json.loads(await reader.readexactly(length))["count"] == number + 1
+            writer.close()
+
+    run(go())
+
+
+def test_the_head_of_a_stream_comes_with_its_first_piece(run):
+    """Each write costs some 50 us: the head and the first event are one, and so are the last event and the end."""
+
+    async def go():
+        writes = []
+
+        class Transport:
+            def __init__(self, inner):
+                self._inner = inner
+
+            def __getattr__(self, name):
+                return getattr(self._inner, name)
+
+            def write(self, data):
+                writes.append(data)
+                self._inner.write(data)
+
+        made = connections._Protocol.connection_made
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connections._Protocol, "connection_made", lambda self, inner: made(self, Transport(inner)))
+            async with serving(FakeEngine(b"ab")) as server:
+                reader, writer = await raw(server, "/v1/chat/completions", {**HI, "stream": True, "max_tokens": 2})
+                await reader.readuntil(b"0\r\n\r\n")
+                writer.close()
+        first, last = writes
+        assert b" 200 " in first and b'"content":"a"' in first
+        assert b'"content":"b"' in last and b"[DONE]" in last and last.endswith(b"0\r\n\r\n")
+
+    run(go())

@@ -2,13 +2,20 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from tests.cases.lag import watched
 from tests.served import connect
+from tinyserve.errors import ConfigError
+from tinyserve.server import chunks, spoken
+from tinyserve.server.serve import open_socket
 
-from .conftest import FakeEngine, serving
+from .conftest import FakeEngine, service_of, serving
 
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n"
 UPGRADE = GET + b"connection: upgrade, http2-settings, close\r\n"
@@ -112,3 +119,54 @@ def test_a_whole_url_is_its_path_and_needs_the_same_key(run):
                 assert answer.startswith(b"HTTP/1.1 %d" % status), target
 
     run(go())
+
+
+def test_a_library_that_is_made_otherwise_is_one_clear_line_at_the_start(monkeypatch):
+    """Its reader of chunks has other insides: every body in chunks would have been a 500, or read wrongly."""
+    settings = service_of(None, port=0).config.server
+    open_socket(settings).close()
+
+    class Renamed(chunks.Chunks):
+        def __getattribute__(self, name):
+            if name == "_bytes_in_chunk":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    def refused():
+        with pytest.raises(
+            ConfigError, match=r"^the server cannot work with h11 \S+ and hypercorn \S+: pip install 'h11"
+        ):
+            open_socket(settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spoken, "Chunks", Renamed)
+        refused()
+    with monkeypatch.context() as patch:
+        patch.setattr(spoken, "ChunkedReader", type("Moved", (), {}))
+        refused()
+    with monkeypatch.context() as patch:
+        patch.setattr(spoken, "H11Protocol", type("Other", (), {}))
+        refused()
+
+
+def test_a_library_without_a_reader_of_chunks_is_told_too():
+    """The import failed, with a traceback."""
+    code = """
+import h11._readers, os
+del h11._readers.ChunkedReader
+from tinyserve import config
+from tinyserve.errors import ConfigError
+from tinyserve.server.serve import open_socket
+try:
+    open_socket(config.build({"model": "x", "port": 0}).server)
+except ConfigError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "pip install 'h11>=" in found.stdout and not found.stderr
+
+
+def test_the_versions_that_are_told_are_those_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for known in spoken._KNOWN:
+        assert known.strip("'") in project["dependencies"]

@@ -24,11 +24,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route, Router
 
-from ..errors import Overloaded
+from ..errors import Overloaded, shown
 from ..telemetry import HttpCall
 from . import adapters, admin, anthropic, control, dashboard, docs, embeddings, models, pages, responses, tokens
 from .admin import orca
-from .errors import Ambiguous, Failure, HeadersTooLarge, Unauthorized, WrongHost, answer_to, describe, is_own
+from .errors import (
+    Ambiguous,
+    Failure,
+    HeadersTooLarge,
+    Unauthorized,
+    Unexpected,
+    WrongHost,
+    answer_to,
+    describe,
+    is_own,
+)
 from .face import Service
 from .generate import generate
 from .openai_chat import chat_completions
@@ -241,6 +251,10 @@ class Guard:
             )
         if self._hosts and _path(scope) not in ANY_HOST:
             self._check_host(next((value for name, value in headers if name == b"host"), b""))
+        if scope.get("http_version") != "1.0":
+            wanted = [value for name, value in headers if name == b"expect" and value.lower() != b"100-continue"]
+            if wanted:
+                raise Unexpected(f"Expect: {shown(wanted[0].decode('latin-1'))} cannot be met; only 100-continue can.")
         names = {name for name, _ in headers}
         if b"transfer-encoding" in names and b"content-length" in names:
             raise Ambiguous("Content-Length and Transfer-Encoding contradict each other; send one of them.")

@@ -4,6 +4,9 @@ h11 makes an event of every chunk, and each event has 60 us of layers to go thro
 the loop for half a minute, and 16 MB may come. Here a small chunk costs less than a microsecond, and a body that goes
 on with chunks of a few bytes is refused.
 
+The reader is no public part of h11, and no public part lets another one read the body on a connection that h11 goes on
+with; so it is tried at the start whether this h11's fits (spoken.py).
+
 Before: h11 (whose grammar of chunks this is).  After: spoken.py.
 
 Source: RFC 9112 section 7.1.
@@ -15,7 +18,14 @@ import re
 from typing import Any
 
 import h11
-from h11._readers import ChunkedReader
+
+try:
+    from h11._readers import ChunkedReader
+except ImportError:  # spoken.check_libraries says so
+
+    class ChunkedReader:
+        """What h11 does not have."""
+
 
 MANY = 2**16  # chunks that may have any size
 LEAST = 16  # bytes of a chunk, on average, of a body with more of them

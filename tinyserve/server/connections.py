@@ -29,6 +29,7 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 
+from .errors import Stopping
 from .spoken import Connection
 from .turns import AT_ONCE, Turns
 
@@ -38,8 +39,11 @@ LINGER_SECONDS, QUIET_SECONDS = 30.0, 2.0  # that a client may go on to send wha
 _RESET = struct.pack("ii", 1, 0)  # linger for 0 seconds
 
 
-async def serve(app: Any, settings: Config, bound: socket.socket, closing: asyncio.Event) -> None:
-    """Answer on a socket until `closing` is set; then let open connections end for `settings.graceful_timeout`."""
+async def serve(app: Any, settings: Config, bound: socket.socket, closing: asyncio.Event, patience: Patience) -> None:
+    """Answer on a socket until `closing` is set; then let open connections end for `settings.graceful_timeout`.
+
+    Args: patience: with bodies that come slowly; it ends when no more requests are taken.
+    """
     loop, context = asyncio.get_running_loop(), WorkerContext(None)
     tasks: set[asyncio.Task[Any]] = set()
     turns = Turns()
@@ -51,10 +55,13 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
             return
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        wire = Wire(writer)
+        wire = Wire(writer, patience)
         connection = Connection(ASGIWrapper(partial(_on_wire, app, wire)), loop, settings, context, {}, reader, writer)
-        wire.invite = connection.invite
-        await connection
+        wire.connection = connection
+        try:
+            await connection
+        except asyncio.CancelledError:  # its time to end has passed, below; asyncio would write of it
+            writer.transport.abort()
 
     tls = settings.create_ssl_context() if settings.ssl_enabled else None
     server = await loop.create_server(
@@ -74,6 +81,33 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
             _, late = await asyncio.wait(tasks, timeout=settings.graceful_timeout)
             for task in late:
                 task.cancel()
+
+
+class Patience:
+    """With clients that have not sent a body as a whole. A server that stops has none: it will not answer them."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._waiting: set[asyncio.Timeout] = set()
+
+    def end(self) -> None:
+        """Wait for nobody any more."""
+        if not self._over:
+            self._over = True
+            for limit in self._waiting:
+                limit.reschedule(0)
+
+    async def wait(self, receive: Callable[[], Awaitable[Any]]) -> Any:
+        """The next message of a body. Raises: Stopping: it is not here, and the server stops."""
+        try:
+            async with asyncio.timeout(0 if self._over else None) as limit:
+                self._waiting.add(limit)
+                try:
+                    return await receive()
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError:
+            raise Stopping from None
 
 
 class _Reader(asyncio.StreamReader):
@@ -108,13 +142,14 @@ class _Protocol(asyncio.StreamReaderProtocol):
 class Wire:
     """The socket under one connection. Args: writer: which Hypercorn writes to as well, before and after.
 
-    Attributes: invite: asks for the body of a request; Connection.invite.
+    Attributes: connection: Hypercorn's side of it.   patience: see serve.
     """
 
-    invite: Callable[[], Awaitable[None]]
+    connection: Connection
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, patience: Patience) -> None:
         self._writer = writer
+        self.patience = patience
         self._transport = writer.transport
         self.gone = writer.transport.get_protocol().gone
 
@@ -123,7 +158,7 @@ class Wire:
         transport = self._transport
         if transport.is_closing():
             return  # the reading side has noticed, or will at once, and ends the answer
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        transport.write(b"%b%x\r\n%b\r\n" % (self.connection.take(), len(data), data))
         if transport.get_write_buffer_size():
             try:
                 async with asyncio.timeout(WRITE_SECONDS):
@@ -170,7 +205,20 @@ class _Sender:
             self.begun = True
             sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             self._chunked = self._able and message["status"] == 200 and not sized
-        await self._send(message)
+        await self._together(message)
+        if self.begun and not self.ended:
+            asyncio.get_running_loop().call_soon(self._wire.connection.write_kept)
+
+    async def _together(self, message: Any) -> None:
+        """Send by Hypercorn what it makes of a message, as one write: a head with what comes right behind it."""
+        connection = self._wire.connection
+        connection.corked = True
+        try:
+            await self._send(message)
+        finally:
+            connection.corked = False
+        if message["type"] == "http.response.body":
+            await connection.flush()
 
     async def finish(self) -> None:
         """Say the end that was held back, once the client has sent all, or too much, or nothing more."""
@@ -183,7 +231,7 @@ class _Receiver:
 
     def __init__(self, wire: Wire, scope: Any, receive: Any) -> None:
         self._gone = wire.gone
-        self._invite = wire.invite
+        self._wire = wire
         self._receive = receive
         self._whole = False
         lengths = {value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
@@ -196,24 +244,19 @@ class _Receiver:
 
     async def swallow(self) -> None:
         """Read what is left of the body and forget it."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, Stopping):
             async with asyncio.timeout(LINGER_SECONDS), asyncio.timeout(QUIET_SECONDS) as quiet:
                 while self.unread and (await self())["type"] != "http.disconnect":
                     quiet.reschedule(asyncio.get_running_loop().time() + QUIET_SECONDS)
 
     async def __call__(self) -> Any:
         if not self._whole:
-            await self._invite()
-            message = await self._receive()
+            await self._wire.connection.invite()
+            message = await self._wire.patience.wait(self._receive)
             self._whole = not message.get("more_body", False)
             return message
-        waits = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._gone.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return waits[0].result() if waits[0].done() else {"type": "http.disconnect"}
-        finally:
-            for one in waits:
-                one.cancel()
+        await self._gone.wait()  # Hypercorn notices too, later or never, and through two tasks more
+        return {"type": "http.disconnect"}
 
 
 async def _on_wire(app: Any, wire: Wire, scope: Any, receive: Any, send: Any) -> None:

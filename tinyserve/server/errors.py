@@ -28,7 +28,8 @@ logger = logging.getLogger("tinyserve.server")
 _TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
     405: "MethodNotAllowed", 408: "RequestTimeout", 413: "RequestTooLarge", 415: "UnsupportedMediaType",
-    431: "RequestHeaderFieldsTooLarge", 500: "InternalServerError", 501: "NotImplementedError",
+    417: "ExpectationFailed", 431: "RequestHeaderFieldsTooLarge",
+    500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError", 505: "HTTPVersionNotSupported",
 }  # fmt: skip
 _ANTHROPIC = {
@@ -85,6 +86,12 @@ class Ambiguous(RequestError):
     """Two statements of where the body ends: what a proxy takes for the next request may have passed its checks."""
 
 
+class Unexpected(RequestError):
+    """The client expects (Expect) what this server does not do."""
+
+    status = 417
+
+
 class Unauthorized(RequestError):
     """No key, or a wrong one."""
 
@@ -103,6 +110,13 @@ class BodyTimeout(RequestError):
     status = 408
 
 
+class Stopping(Overloaded):
+    """The server stops before the body of a request is here as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down.", retry_after=5)
+
+
 def is_own(error: BaseException) -> bool:
     """Whether a task must pass `error` on: it is cancelled itself. What it waited for may be cancelled without it."""
     if isinstance(error, asyncio.CancelledError):
@@ -118,7 +132,8 @@ def describe(error: BaseException) -> Failure:
             headers = {"Connection": "close"}  # what follows on this connection is no request, or not to be trusted
         return Failure(error.status, str(error), error.param, error.code, headers)
     if isinstance(error, Overloaded):
-        return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
+        close = {"Connection": "close"} if isinstance(error, Stopping) else {}
+        return Failure(503, str(error), headers={"Retry-After": str(error.retry_after), **close})
     if isinstance(error, EngineDead):
         return Failure(503, str(error) or "The engine has stopped.", code="engine_dead")
     if isinstance(error, (EngineError, TinyserveError)):

@@ -24,11 +24,12 @@ REFUSALS = {
     408: "The body did not arrive in time.",
     409: "What is asked is already so.",
     413: "The body, or a list in it, is too large.",
+    417: "The header Expect asks for something else than 100-continue.",
     431: "The headers are too large.",
     500: "A request that was right could not be answered.",
     503: "Loading, shutting down, paused, or too much waits; Retry-After says when to come back.",
 }
-_ALWAYS = (401, 403, 431, 500, 503)
+_ALWAYS = (401, 403, 417, 431, 500, 503)
 _OF_BODIES = (400, 404, 408, 413)
 INTRODUCTION = """\
 OpenAI's API, with vLLM's additional fields, and Anthropic's messages.

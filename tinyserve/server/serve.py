@@ -2,8 +2,9 @@
 
     open_socket -> Server.start (answers 503) -> service.engine = ... (answers) -> SIGTERM -> drain -> abort -> closed
 
-Hypercorn runs inside the engine's event loop. On the first signal no new request is taken, running ones get
-`--shutdown-timeout` seconds to end, then they are aborted and their streams end properly.
+Hypercorn runs inside the engine's event loop. On the first signal no new request is taken, nor one whose body has not
+come as a whole; running ones get `--shutdown-timeout` seconds to end, then they are aborted and their streams end
+properly.
 
 Before: app.py.  After: cli/serve.py (the command), notebooks that start a server in a cell.
 """
@@ -24,9 +25,9 @@ from hypercorn.config import Config
 from ..config import ServerOptions
 from ..errors import ConfigError
 from .app import create_app
-from .connections import serve
+from .connections import Patience, serve
 from .face import Service
-from .spoken import HEADER_BYTES
+from .spoken import HEADER_BYTES, check_libraries
 from .tls import Certificates
 
 KEEP_ALIVE = 5.0  # seconds
@@ -35,7 +36,8 @@ LAST_WORDS = 2.0  # seconds for aborted answers to leave, and for connections to
 
 
 def open_socket(options: ServerOptions) -> socket.socket:
-    """Bind the address. Raises: ConfigError: it is in use or not ours."""
+    """Bind the address. Raises: ConfigError: it is in use or not ours, or the libraries do not fit."""
+    check_libraries()
     if options.uds:
         return _unix_socket(options.uds)
     try:
@@ -104,6 +106,7 @@ class Server:
         self._bound = bound
         self._entry = _entry(service.config.server.uds) if service.config.server.uds else None
         self._closing = asyncio.Event()
+        self._patience = Patience()
         self._certificates = Certificates(service.config.server) if service.config.server.ssl_certfile else None
         self._watch: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -116,12 +119,13 @@ class Server:
         settings = hypercorn_config(self.service.config.server, self._certificates)
         if self._certificates is not None:
             self._watch = asyncio.create_task(self._certificates.watch(), name="tinyserve-tls")
-        serving = serve(create_app(self.service), settings, self._bound, self._closing)
+        serving = serve(create_app(self.service), settings, self._bound, self._closing, self._patience)
         self._task = asyncio.create_task(serving, name="tinyserve-http")
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests, let running ones end for `drain_seconds`, abort the rest, close."""
         self.service.draining = True
+        self._patience.end()
         deadline = time.monotonic() + drain_seconds
         if self.service.engine is not None:
             await self._until_idle(deadline)

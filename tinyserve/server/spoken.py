@@ -22,22 +22,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 from urllib.parse import urlsplit
 
 import h11
-from h11._readers import ChunkedReader
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H11Protocol
 
-from .chunks import LEAST, Chunks
+from ..errors import ConfigError
+from .chunks import LEAST, ChunkedReader, Chunks
 from .errors import Failure
 
 HEADER_BYTES = 128 * 1024  # that are read before giving up; app.py refuses half of it. All of it is parsed in 50 ms
 SWALLOW_SECONDS = 2.0  # what a refused client still sends is read, or it would not see the refusal
+_KNOWN = ("'h11>=0.14,<0.17'", "'hypercorn>=0.17,<0.19'")  # as in pyproject.toml
 _REFUSED = {
     400: "This is not a request of HTTP/1.1.",
     413: f"The body comes in too many chunks of less than {LEAST} bytes; send larger ones, or a Content-Length.",
@@ -48,7 +50,30 @@ _REFUSED = {
 
 
 class Connection(TCPServer):
-    """One connection, from its first byte to its last."""
+    """One connection, from its first byte to its last.
+
+    Attributes: corked: what is sent is kept, to be one write with what follows; a write costs more than making it.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.corked = False
+        self._unsent = b""
+
+    def take(self) -> bytes:
+        """What is kept, for whoever writes it now."""
+        data, self._unsent = self._unsent, b""
+        return data
+
+    async def flush(self) -> None:
+        """Send what is kept, as anything else is sent."""
+        if self._unsent:
+            await super().protocol_send(RawData(self.take()))
+
+    def write_kept(self) -> None:
+        """Hand what is kept to the socket."""
+        if self._unsent and not self.writer.is_closing():
+            self.writer.write(self.take())
 
     async def _read_data(self) -> None:
         made = self.protocol.protocol  # for HTTP/1.1: no other is offered, and nothing has been read yet
@@ -61,6 +86,12 @@ class Connection(TCPServer):
         await self.protocol.invite()
 
     async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, RawData):
+            self._unsent += event.data
+            if not self.corked:
+                await self.flush()
+            return
+        await self.flush()
         if isinstance(event, Closed) and self.protocol.refused:
             with contextlib.suppress(OSError, RuntimeError, TimeoutError):
                 if self.writer.can_write_eof():  # not with TLS
@@ -135,6 +166,35 @@ class Spoken(H11Protocol):
         await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
+
+
+def check_libraries() -> None:
+    """Try what this file and chunks.py take for granted of h11's and Hypercorn's insides, which no document promises.
+
+    Raises: ConfigError: they are of a version that is made otherwise.
+    """
+    parts = [(H11Protocol, name) for name in ("_check_protocol", "_create_stream", "_send_h11_event", "stream_send")]
+    parts += [(TCPServer, name) for name in ("_read_data", "protocol_send")]
+    if not all(hasattr(kind, name) for kind, name in parts) or not _chunks_are_joined():
+        versions = [f"{name} {metadata.version(name)}" for name in ("h11", "hypercorn")]
+        raise ConfigError(f"the server cannot work with {' and '.join(versions)}: pip install {' '.join(_KNOWN)}")
+
+
+def _chunks_are_joined() -> bool:
+    """Whether a body in chunks is read as it must be, by our reader."""
+    heard, pieces = Heard(h11.SERVER), []
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    try:
+        for data in (head + b"1\r\na\r\n1;x\r\nb\r\n2\r\nc", b"d\r", b"\n2\r\nef\r\n0\r\na: b\r\n\r\n"):
+            heard.receive_data(data)
+            while (event := heard.next_event()) is not h11.NEED_DATA:
+                if isinstance(event, h11.Data):
+                    pieces.append(bytes(event.data))
+                if isinstance(event, h11.EndOfMessage):
+                    return pieces == [b"ab", b"c", b"d", b"ef"]
+    except Exception:  # whatever strange code does
+        return False
+    return False
 
 
 def _path(target: bytes) -> bytes:
