@@ -69,6 +69,7 @@ _DESCRIBED: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/responses/{response_id}", responses.retrieve),
     ("DELETE", "/v1/responses/{response_id}", responses.delete),
     ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
+    ("GET", "/v1/responses/{response_id}/input_items", responses.input_items),
     ("POST", "/v1/messages", anthropic.messages),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     ("POST", "/inference/v1/generate", generate),
