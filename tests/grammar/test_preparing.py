@@ -1,9 +1,11 @@
 """How a schema is made ready for the library: bounded, elsewhere, and what is wrong is told with its place."""
 
+import contextlib
 import json
 import random
 import string
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal
 
 import jsonschema
@@ -18,6 +20,7 @@ from tinyserve.grammar.keywords import check_words
 from tinyserve.grammar.numbers import Wrong
 from tinyserve.grammar.places import Document, pointer
 from tinyserve.grammar.regexes import check_repeats
+from tinyserve.grammar.trial import with_stack
 from tinyserve.runner.workers import Workers
 from tinyserve.structured import StructuredOutputsParams
 
@@ -203,3 +206,21 @@ def test_a_discriminator_that_tells_nothing_apart_is_none():
     for kinds in (({"const": "a"}, {"enum": ["b", "a"]}), ({"const": "a"}, {"type": "string"})):
         parts = [{"type": "object", "properties": {"kind": kind}} for kind in kinds]
         assert "oneOf is held only where" in fault({"oneOf": parts, "discriminator": {"propertyName": "kind"}})
+
+
+def test_threads_with_a_stack_of_their_own_leave_that_of_others_alone(monkeypatch):
+    """Two at once: the second took the first one's size for the usual one, and all later threads had it."""
+    usual, real, inside = threading.stack_size(), threading.stack_size, threading.Barrier(2)
+
+    def slowly(*size):
+        if size == (2**20,):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                inside.wait(0.2)
+        return real(*size)
+
+    monkeypatch.setattr(threading, "stack_size", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda n: with_stack(2**20, lambda: n), range(2))) == [0, 1]
+    assert real() == usual
+    with pytest.raises(ZeroDivisionError):
+        with_stack(2**20, lambda: 1 / 0)

@@ -22,6 +22,7 @@ from .places import MAX_DEPTH
 from .regexes import check_repeats
 from .schema import prepared
 
+NAME = 300  # characters of a part's name that are told
 FREE_TEXT = r"/(.|\n)*/"
 
 
@@ -184,7 +185,7 @@ def _name(value: Mapping[str, Any]) -> str:
     """What a part is called, or the mark that begins it."""
     name = value.get("name")
     if isinstance(name, str):
-        return name
+        return name[:NAME]
     return f"the tag {shown(value['begin'])}" if "begin" in value else ""
 
 

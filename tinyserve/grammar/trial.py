@@ -61,6 +61,7 @@ BOUNDS = {
     "max_grammar_size": 500_000,
     "max_items_in_row": MAX_ALTERNATIVES,
 }
+_STARTING = threading.Lock()  # the size of stacks is the process's: one at a time changes it, and changes it back
 T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _READY = b"!"
@@ -103,11 +104,12 @@ def with_stack(size: int, work: Callable[[], T]) -> T:
             done.set_exception(error)
 
     thread = threading.Thread(target=run, name="tinyserve-deep", daemon=True)
-    before = threading.stack_size(size)  # of all threads that start now
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    with _STARTING:
+        before = threading.stack_size(size)  # of all threads that start now
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
     thread.join()
     return done.result()
 
