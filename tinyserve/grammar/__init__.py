@@ -1,7 +1,7 @@
 """Answers that must satisfy a grammar: what may come next, token by token.
 
-compile.py makes grammars of what was asked for, off the loop, once trial.py has made and tried them in a process of
-their own: asked.py puts them into the library's language, schema.py with what it needs those that are JSON schemas,
-tags.py those between marks; sayings.py puts what the library says of them into ours. matcher.py keeps the place of one answer in its grammar;
-thought.py lets a thought go before it; mask.py computes the masks of a step, which the sampler applies.
+asked.py puts what was asked for into the library's language: schema.py what JSON schemas say, tags.py parts between
+marks; sayings.py puts what the library says of it into ours. trial.py has that done, and tried, in a process of its
+own, and compile.py compiles for itself what has passed, off the loop. matcher.py keeps the place of one answer in its
+grammar; thought.py lets a thought go before it; mask.py computes the masks of a step, which the sampler applies.
 """
