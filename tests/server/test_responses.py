@@ -103,6 +103,13 @@ def test_items_become_messages(run):
         ({"input": None}, "input"), ({"input": 5}, "input"), ({"input": []}, "input"), ({"input": [5]}, "input[0]"),
         ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": ["x", {"type": "function_call_output", "call_id": "c"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"temperature": 3}, "temperature"),
         ({"background": True, "store": False}, "background"), ({"prompt": {"id": "p"}}, "prompt"),
@@ -222,6 +229,33 @@ def test_a_background_response_can_be_cancelled(run):
             assert (engine.running, service.inflight) == (0, 0)
             foreground = strict((await client.post(URL, json={"input": "x", "max_output_tokens": 1})).text)["id"]
             refused(await client.post(f"{URL}/{foreground}/cancel"), 400)
+
+    run(go())
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_who_follows_a_response_is_told_of_its_end(run, how):
+    """The events just ended, also for those who looked later; and nothing said how many tokens there had been."""
+
+    async def go():
+        engine = FakeEngine(b"a" * 200, delay=0.005)
+        service = service_of(engine)
+        async with in_process(service) as client:
+            body = {"input": "x", "background": True, "stream": True}
+            following = asyncio.create_task(client.post(URL, json=body))
+            while not engine.running:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            (name,) = service.responses.kept
+            on = {"input": "y", "previous_response_id": name}
+            refused(await client.post(URL, json=on), 400, "previous_response_id")
+            await (client.post(f"{URL}/{name}/cancel") if how == "cancel" else client.delete(f"{URL}/{name}"))
+            last = numbered_events(await following)[-1]
+            if how == "cancel":
+                again = await client.get(f"{URL}/{name}?stream=true&starting_after={last['sequence_number'] - 1}")
+                assert json.loads(again.text.split("data: ")[1]) == last
+        assert last["type"] == "response.incomplete" and last["response"]["status"] == "cancelled"
+        assert last["response"]["usage"]["output_tokens"] == len(last["response"]["output"][0]["content"][0]["text"])
 
     run(go())
 

@@ -78,7 +78,7 @@ async def create(request: Request, service: Service) -> Any:
         **_form(fields),
     )
     more = request_options(fields, service)
-    before = service.responses.get(fields.text("previous_response_id")) if _goes_on(fields) else None
+    before = _before(fields, service)
     messages = read_input(fields, before.conversation if before else [])
     ids = await _encoded(engine, fields, messages, service, plan)
     readings = Readings.of(engine, plan, ids, special=fields.raw("skip_special_tokens") is False)
@@ -204,8 +204,15 @@ def _form(fields: Fields) -> dict[str, Any]:
     return {"structured_outputs": of_format(form, "text.format", flat=True)}
 
 
-def _goes_on(fields: Fields) -> bool:
-    return bool(fields.text("previous_response_id"))
+def _before(fields: Fields, service: Service) -> Kept | None:
+    """The response that this one goes on from. Raises: RequestError: it is not there, or has not ended."""
+    name = fields.text("previous_response_id")
+    if not name:
+        return None
+    found = service.responses.get(name)
+    if found.running:
+        fields.refuse("previous_response_id", "that response is still being made: wait for its end, or cancel it.")
+    return found
 
 
 def _logprobs(fields: Fields) -> int | None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RequestError, shown
+from ..text.messages import call_arguments
 from .bodies import EFFORTS, INT64, MODEL, PENALTIES, STRUCTURED, TOOLS
 from .fields import Fields
 from .schema import (
@@ -108,6 +109,8 @@ def read_input(fields: Fields, before: list[Message]) -> list[Message]:
         if not isinstance(item, Mapping):
             raise RequestError(f"input[{index}] must be an object, got {shown(item)}.", param=f"input[{index}]")
         _add(items, item, f"input[{index}]")
+    if not items and not before:
+        fields.refuse("input", "nothing is said in it: a message is needed.")
     return [*messages, *before, *items]
 
 
@@ -143,14 +146,17 @@ def _add(messages: list[Message], item: Mapping[str, Any], place: str) -> None:
         else:
             messages.append({"role": role, "content": content})
     elif kind == "function_call":
-        call = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call_id = item.get("call_id") or item.get("id")
-        _assistant(messages).setdefault("tool_calls", []).append(
-            {"id": call_id, "type": "function", "function": call}
-        )  # fmt: skip
+        call_arguments(
+            item.get("arguments"), f"{place}.arguments"
+        )  # or the template would refuse them at its own place
+        call = {"name": _named(item, "name", place), "arguments": item.get("arguments")}
+        name = _named(item, "call_id" if item.get("call_id") or not item.get("id") else "id", place)
+        _assistant(messages).setdefault("tool_calls", []).append({"id": name, "type": "function", "function": call})
     elif kind == "function_call_output":
-        content = _text(item.get("output"), f"{place}.output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        if item.get("output") is None:
+            raise _wrong(f"{place}.output", "a text or a list of parts", None)
+        content = _text(item["output"], f"{place}.output")
+        messages.append({"role": "tool", "tool_call_id": _named(item, "call_id", place), "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         thought = _text(parts, f"{place}.content")
@@ -159,6 +165,13 @@ def _add(messages: list[Message], item: Mapping[str, Any], place: str) -> None:
     else:
         known = "message, function_call, function_call_output or reasoning"
         raise _wrong(f"{place}.type", known, kind)
+
+
+def _named(item: Mapping[str, Any], key: str, place: str) -> str:
+    name = item.get(key)
+    if not isinstance(name, str) or not name:
+        raise _wrong(f"{place}.{key}", "a text", name)
+    return name
 
 
 def _assistant(messages: list[Message]) -> Message:

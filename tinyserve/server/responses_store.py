@@ -146,7 +146,7 @@ class Run:
                     self._note(self._writer.events(output))
             self._note(self._writer.last_events())
         except asyncio.CancelledError:
-            self._writer.cancelled()
+            self._note(self._writer.cancelled())
         except Exception as error:
             self._note(self._writer.failed(describe(error)))
         finally:

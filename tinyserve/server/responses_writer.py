@@ -56,6 +56,7 @@ class ResponseWriter:
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not been sent yet
         self._sent_logprobs: list[dict[str, Any]] = []  # of the open block
         self._usage: Usage | None = None
+        self._so_far: Usage | None = None
         self._error: dict[str, Any] | None = None
         self._number = 0
         self.status = "queued"
@@ -106,12 +107,13 @@ class ResponseWriter:
         """The events that an output becomes."""
         written = [] if self.status != "queued" else self.begin()
         self.status = "in_progress"
+        self._so_far = output.usage
         if self._shape.logprobs is not None:
             self._logprobs += self._named(output)
         for step in self._blocks.add(self._shape.reader(output)):
             written += self._step(step)
         if output.finished:
-            self._usage = output.usage
+            self._usage = self._so_far
             self.status = _STATUS.get(output.finish_reason, "completed")
             for step in self._blocks.end():
                 written += self._step(step)
@@ -135,11 +137,13 @@ class ResponseWriter:
         self._shape.ended()
         return self._told("response.failed")
 
-    def cancelled(self) -> None:
-        """Somebody has ended it."""
-        self.status = "cancelled"
-        list(map(self._step, self._blocks.end()))
-        self._shape.ended()
+    def cancelled(self) -> bytes:
+        """Somebody has ended it: the last events, as those of an answer that was aborted."""
+        written = [] if self.status != "queued" else self.begin()
+        self.status, self._usage = "cancelled", self._so_far
+        for step in self._blocks.end():
+            written += self._step(step)
+        return b"".join([*written, self.last_events()])
 
     def add(self, output: Output) -> None:
         """Take an output in, for `body`."""

@@ -115,11 +115,12 @@ def _tool_call(call: Any, place: str) -> Message:
     function = dict(call["function"])
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise _wrong(f"{place}.function.name", "must be a text")
-    function["arguments"] = _arguments(function.get("arguments"), f"{place}.function.arguments")
+    function["arguments"] = call_arguments(function.get("arguments"), f"{place}.function.arguments")
     return {**call, "function": function}
 
 
-def _arguments(arguments: Any, place: str) -> dict[str, Any]:
+def call_arguments(arguments: Any, place: str) -> dict[str, Any]:
+    """The arguments of a call, which clients send as JSON text. Raises: RequestError: it is no JSON object."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):
