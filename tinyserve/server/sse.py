@@ -25,7 +25,7 @@ from attrs import evolve
 from ..request import Output, Usage
 from .errors import Failure, answer_to, describe, is_own
 
-_AT_ONCE = 32
+_AT_ONCE = 32  # answers that begin, or end, in one turn of the loop
 _NAMED = 20  # alternatives of a position, at most, as far as the size of an answer goes
 OFF_LOOP = 2048  # tokens and log-probabilities in an answer; writing more takes over 2 ms and is done in a thread
 DONE = b"data: [DONE]\n\n"
@@ -265,10 +265,11 @@ async def _merged(sources: Sequence[AsyncIterator[Output]], n: int) -> AsyncIter
             await news.put(error)
 
     tasks: list[asyncio.Task[None]] = []
+    at_once = max(_AT_ONCE // n, 1)
     try:
         for number, source in enumerate(sources):
             tasks.append(asyncio.create_task(pump(number, source)))
-            if number % _AT_ONCE == _AT_ONCE - 1:
+            if number % at_once == at_once - 1:
                 await asyncio.sleep(0)  # others have a turn: queueing a thousand prompts takes 0.2 s
         open_sources = len(tasks)
         while open_sources:
@@ -283,8 +284,8 @@ async def _merged(sources: Sequence[AsyncIterator[Output]], n: int) -> AsyncIter
         with anyio.CancelScope(shield=True):
             for number, task in enumerate(tasks):
                 task.cancel()
-                if number % _AT_ONCE == _AT_ONCE - 1:
-                    await asyncio.sleep(0)  # each may have a hundred answers to end
+                if number % at_once == at_once - 1:
+                    await asyncio.sleep(0)  # an answer takes 0.1 ms to end
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
