@@ -497,3 +497,20 @@ def test_the_head_of_a_stream_comes_with_its_first_piece(run):
         assert b'"content":"b"' in last and b"[DONE]" in last and last.endswith(b"0\r\n\r\n")
 
     run(go())
+
+
+def test_a_connection_without_a_request_ends_after_its_time(run, monkeypatch):
+    """A new one, one with half a head, and one that was used; an answer that takes longer than that is whole."""
+    monkeypatch.setattr(connections, "KEEP_ALIVE", 0.05)
+
+    async def go():
+        async with serving(FakeEngine(b"a" * 20, delay=0.01)) as server:
+            silent, half = await connect(server), await connect(server)
+            half[1].write(b"GET /version HTTP/1.1\r\nhost")
+            used = await raw(server, "/v1/chat/completions", HI)
+            assert b"a" * 20 in await used[0].readuntil(b"a" * 20)
+            for reader, writer in (silent, half, used):
+                await reader.read()
+                writer.close()
+
+    run(go())

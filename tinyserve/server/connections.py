@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from .spoken import Connection
 from .turns import AT_ONCE, Turns
 
 MAX_CONNECTIONS = 16384  # at the same time; each takes some 50 KB
+KEEP_ALIVE = 5.0  # seconds for the head of the next request, or of the first one
 WRITE_SECONDS = 60.0  # that a client may take to read what fills the socket's buffer
 LINGER_SECONDS, QUIET_SECONDS = 30.0, 2.0  # that a client may go on to send what was refused, and be silent meanwhile
 _RESET = struct.pack("ii", 1, 0)  # linger for 0 seconds
@@ -46,6 +47,7 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
     """
     loop, context = asyncio.get_running_loop(), WorkerContext(None)
     tasks: set[asyncio.Task[Any]] = set()
+    idle: set[Idle] = set()
     turns = Turns()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -57,6 +59,7 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
         task.add_done_callback(tasks.discard)
         wire = Wire(writer, patience)
         connection = Connection(ASGIWrapper(partial(_on_wire, app, wire)), loop, settings, context, {}, reader, writer)
+        connection.idle_task = Idle(idle)
         wire.connection = connection
         try:
             await connection
@@ -77,6 +80,8 @@ async def serve(app: Any, settings: Config, bound: socket.socket, closing: async
     finally:
         server.close()
         await context.terminated.set()  # idle connections end now, others after their answer
+        for one in list(idle):
+            one.end()
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=settings.graceful_timeout)
             for task in late:
@@ -108,6 +113,42 @@ class Patience:
                     self._waiting.discard(limit)
         except TimeoutError:
             raise Stopping from None
+
+
+class Idle:
+    """A connection's time without a request. Hypercorn has a task for it, and one more in it, made and cancelled with
+    each request; here they are made when the time is over.
+
+    Args: all: of a server; it is in there meanwhile.
+    """
+
+    def __init__(self, all: set[Idle]) -> None:
+        self._all = all
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def restart(self, _group: Any, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin to wait. action: what comes after KEEP_ALIVE seconds."""
+        await self.stop()
+        self._action = action
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE, self.end)
+        self._all.add(self)
+
+    async def stop(self) -> None:
+        """A request has come, or the connection has ended."""
+        self._all.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def end(self) -> None:
+        """The time is over."""
+        self._all.discard(self)
+        self._timer.cancel()
+        self._task = asyncio.get_running_loop().create_task(self._action())
 
 
 class _Reader(asyncio.StreamReader):

@@ -45,20 +45,27 @@ def _listed(fields: Fields, name: str) -> list[str | list[int]]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise fields.wrong(name, "a text, a list of texts, a list of token ids, or a list of such lists; not empty")
-    if all(type(token) is int for token in prompt):
+    if _only_ids(prompt):
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
         fields.refuse(name, f"holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed.")
     if all(isinstance(text, str) for text in prompt):
         return prompt
-    if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in prompt):
+    if all(isinstance(ids, list) and ids and _only_ids(ids) for ids in prompt):
         return prompt
     raise fields.wrong(name, "only texts, or only lists of token ids, none of them empty")
+
+
+def _only_ids(values: list[Any]) -> bool:
+    """Whether all of them are integers; True is none."""
+    return set(map(type, values)) <= {int}
 
 
 def _is_small(prompt: Any) -> bool:
     if not isinstance(prompt, list):
         return not isinstance(prompt, str) or len(prompt) <= INLINE_CHARACTERS
+    if len(prompt) <= INLINE_CHARACTERS and _only_ids(prompt):
+        return True
     pieces = prompt[:INLINE_CHARACTERS]
     size = sum(len(piece) if isinstance(piece, (str, list)) else 1 for piece in pieces)
     return len(prompt) <= INLINE_CHARACTERS and size <= INLINE_CHARACTERS

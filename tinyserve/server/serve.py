@@ -30,7 +30,6 @@ from .face import Service
 from .spoken import HEADER_BYTES, check_libraries
 from .tls import Certificates
 
-KEEP_ALIVE = 5.0  # seconds
 BACKLOG = 1024
 LAST_WORDS = 2.0  # seconds for aborted answers to leave, and for connections to close
 
@@ -167,7 +166,7 @@ def hypercorn_config(options: ServerOptions, certificates: Certificates | None =
     config = _Settings()
     config.certificates = certificates
     config.root_path = options.root_path
-    config.keep_alive_timeout = KEEP_ALIVE
+    config.keep_alive_timeout = 0  # once connections.Idle says that it is over
     config.backlog = BACKLOG
     config.graceful_timeout = LAST_WORDS
     config.h11_max_incomplete_size = HEADER_BYTES
