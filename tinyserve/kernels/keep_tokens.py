@@ -31,11 +31,12 @@ def keep_tokens_reference(
     *,
     late: bool = False,
 ) -> None:
-    """The specification of `keep_tokens`, with its arguments, on the CPU: in numpy, as that of `step_inputs`."""
-    S, turn = len(tokens), turn.numpy()
+    """The specification of `keep_tokens`, with its arguments, on the CPU: numbers one by one, because they are few."""
+    S, turn, rows = len(tokens), turn.numpy(), table.numpy()
     chosen, slot = tokens.numpy(), home.numpy()[(turn[0] - late) % len(home)]
-    some = kept.numpy() > 0
-    table.numpy()[slots.numpy()[some], places.numpy()[some]] = chosen[some]
+    for row, place, keep, token in zip(slots.tolist(), places.tolist(), kept.tolist(), chosen.tolist(), strict=True):
+        if keep:
+            rows[row, place] = token
     slot[:S], slot[S : 2 * S] = chosen, bad.numpy()
     if not late:
         turn[0] = (turn[0] + 1) % len(home)

@@ -24,6 +24,8 @@ us for 256 rows of 151936): Gumbel is bound by Philox and logarithms, not by byt
 Before: `threshold.py` (top-k, top-p, min-p), `philox.py`.  After: `logprobs.py`; `sampling/sampler.py` calls it.
 """
 
+from math import isfinite
+
 import numpy as np
 import torch
 import triton
@@ -69,11 +71,13 @@ def sample_reference(
 
 
 def _greedy(logits: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """All of it where no row draws, in numpy: a few calls that cost a microsecond or two each."""
-    tokens = logits.argmax(-1)  # the first NaN, if there is one
-    bad = ~np.isfinite(logits[np.arange(len(tokens)), tokens])
-    tokens[bad] = 0
-    return torch.from_numpy(tokens.astype(np.int32)), torch.from_numpy(bad)
+    """All of it where no row draws, in few calls: between two steps of a CPU each comes out of main memory."""
+    tokens = logits.argmax(-1).astype(np.int32)  # the first NaN, if there is one
+    bad = [not isfinite(logits.item(row, token)) for row, token in enumerate(tokens.tolist())]
+    wrong = np.array(bad)
+    if any(bad):
+        tokens[wrong] = 0
+    return torch.from_numpy(tokens), torch.from_numpy(wrong)
 
 
 def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
