@@ -6,8 +6,8 @@
 
 On a GPU a step that is replayed as a graph is launched on the event loop's thread, which takes a fraction of a
 millisecond; a large one by a thread of its own (hands.py). Another thread sleeps until the device is done and builds
-the StepOutput. On the CPU there is no queue to hide behind, so the whole step runs on that thread. The loop keeps
-serving meanwhile, and steps run and land in launch order.
+the StepOutput. On the CPU there is no queue to hide behind, so the whole step runs on that thread, and a decode
+repeats the one before where it can (steady.py). The loop keeps serving meanwhile; steps run and land in launch order.
 
 What few rows ask for (log-probabilities, edits of logits) is launched after the graph, over the logits that it left.
 
