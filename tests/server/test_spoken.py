@@ -144,9 +144,10 @@ def test_a_library_that_is_made_otherwise_is_one_clear_line_at_the_start(monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(spoken, "ChunkedReader", type("Moved", (), {}))
         refused()
-    with monkeypatch.context() as patch:
-        patch.setattr(spoken, "H11Protocol", type("Other", (), {}))
-        refused()
+    for name in ("H11Protocol", "TCPServer", "AsyncioSingleTask"):
+        with monkeypatch.context() as patch:
+            patch.setattr(spoken, name, type("Other", (), {}))
+            refused()
 
 
 def test_a_library_without_a_reader_of_chunks_is_told_too():

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import h11
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.asyncio.worker_context import AsyncioSingleTask
 from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.events import Response
@@ -175,9 +176,17 @@ def check_libraries() -> None:
     """
     parts = [(H11Protocol, name) for name in ("_check_protocol", "_create_stream", "_send_h11_event", "stream_send")]
     parts += [(TCPServer, name) for name in ("_read_data", "protocol_send")]
-    if not all(hasattr(kind, name) for kind, name in parts) or not _chunks_are_joined():
+    if not all(hasattr(kind, name) for kind, name in parts) or not _has_idle_task() or not _chunks_are_joined():
         versions = [f"{name} {metadata.version(name)}" for name in ("h11", "hypercorn")]
         raise ConfigError(f"the server cannot work with {' and '.join(versions)}: pip install {' '.join(_KNOWN)}")
+
+
+def _has_idle_task() -> bool:
+    """Whether a connection has what connections.Idle takes the place of."""
+    try:
+        return isinstance(TCPServer(*[None] * 7).idle_task, AsyncioSingleTask)
+    except (AttributeError, TypeError):
+        return False
 
 
 def _chunks_are_joined() -> bool:
