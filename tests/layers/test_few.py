@@ -107,6 +107,17 @@ def test_numbers_and_cache_are_those_of_the_modules(rows, heads, window):
 
 
 @written_out
+def test_where_nothing_can_be_compiled_the_numbers_are_the_same(monkeypatch):
+    """On Pythons that TorchScript does not support, a model would not have started at all."""
+    with torch.inference_mode():
+        batch = step([4, 9, 3], TABLES[:3])
+        compiled = FewRows.of(*model()).forward(batch)
+        monkeypatch.setattr(few, "UNSCRIPTED", (3, 0))
+        monkeypatch.setattr(torch.jit, "script", None)
+        assert torch.allclose(compiled, FewRows.of(*model()).forward(batch), rtol=1e-3, atol=1e-3)
+
+
+@written_out
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_step_further_is_the_next_step(window):
     """Bit for bit, also past a window's edge; breaks if what the step before found out is used for another batch."""
