@@ -5,6 +5,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import queue
 import signal
 import subprocess
 import sys
@@ -217,6 +218,41 @@ def test_forgetting_an_llm_closes_it():
     thread.join(5)
 
     assert not thread.is_alive()
+
+
+def test_an_llm_that_the_collector_finds_in_a_thread_of_its_own_is_closed():
+    """It waited for itself there, and nothing was collected any more in the whole process."""
+    llm = make()
+    thread, loop = llm._background._thread, llm._background._loop
+    cycle = [llm]
+    cycle.append(cycle)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm, cycle
+        loop.call_soon_threadsafe(gc.collect)
+        thread.join(5)
+    finally:
+        gc.enable()
+
+    assert not thread.is_alive()
+
+
+def test_a_call_from_the_engines_own_thread_is_refused():
+    """It would wait for itself, and every other call for it. The LLM stays usable, and can be closed."""
+    with make() as llm:
+        told = queue.SimpleQueue()
+
+        def ask(call):
+            try:
+                call()
+            except TinyserveError as error:
+                told.put(str(error))
+
+        for call in (lambda: quiet(llm, "a"), llm.close):
+            llm._background._loop.call_soon_threadsafe(ask, call)
+            assert "from its own thread" in told.get(timeout=5)
+        assert len(quiet(llm, "a")) == 1
 
 
 LEFT_OPEN = """

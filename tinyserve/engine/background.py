@@ -36,14 +36,13 @@ class Background:
     def run(self, work: Coroutine[Any, Any, T], progress: Progress | None = None) -> T:
         """Run a coroutine there and wait for it; an interrupt, or an error of the bar, cancels it and comes out here.
 
-        Raises: TinyserveError: this is a forked process, which has no such thread.
+        Raises: TinyserveError: this is a forked process, which has no such thread; or that thread itself.
         """
-        if self._forked:
+        try:
+            self.check()
+        except TinyserveError:
             work.close()
-            raise TinyserveError(
-                "This LLM belongs to the process that made it: its threads do not exist in a forked one. Make the LLM "
-                "in the process that uses it, or start that process with multiprocessing's 'spawn'."
-            )
+            raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             if progress is not None:
@@ -55,9 +54,19 @@ class Background:
             future.cancel()
             raise
 
+    def check(self) -> None:
+        """Raises: TinyserveError: see `run`."""
+        if threading.current_thread() is self._thread:
+            raise TinyserveError("An LLM cannot be used from its own thread: the call would wait for itself.")
+        if self.forked:
+            raise TinyserveError(
+                "This LLM belongs to the process that made it: its threads do not exist in a forked one. Make the LLM "
+                "in the process that uses it, or start that process with multiprocessing's 'spawn'."
+            )
+
     def close(self) -> None:
         """Close the engine and end the thread. Safe to call twice, and while the interpreter exits."""
-        if self._loop.is_closed() or self._forked:
+        if self._loop.is_closed() or self.forked:
             return
         engine, self.engine = self.engine, None
         if engine is not None:
@@ -66,8 +75,16 @@ class Background:
         self._thread.join()
         self._loop.close()
 
+    def leave(self) -> None:
+        """Close because nobody has the LLM any more. The collector finds that, in whatever thread it happens to run:
+        one of the engine's own would wait for itself. Or the interpreter ends, whose main thread must wait for it."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:
+            threading.Thread(target=self.close, name="tinyserve-close").start()
+
     @property
-    def _forked(self) -> bool:
+    def forked(self) -> bool:
         return os.getpid() != self._process
 
 

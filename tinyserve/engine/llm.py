@@ -58,7 +58,7 @@ class LLM:
             self._background.close()
             raise
         # Made last, so that it is the first when the interpreter leaves: the engine's threads still take work then.
-        self._close = weakref.finalize(self, self._background.close)
+        self._close = weakref.finalize(self, self._background.leave)
 
     def __enter__(self) -> LLM:
         return self
@@ -72,8 +72,11 @@ class LLM:
         )
 
     def close(self) -> None:
-        """End the engine and give its memory back."""
-        self._close()
+        """End the engine and give its memory back; the second time nothing happens."""
+        if self._close.alive and not self._background.forked:
+            self._background.check()
+            self._close.detach()
+            self._background.close()
 
     @property
     def engine(self) -> Engine:
