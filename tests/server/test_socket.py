@@ -447,6 +447,20 @@ def test_an_expectation_that_cannot_be_met_is_refused(run, version, expected, st
     run(go())
 
 
+def test_a_connection_whose_expectation_was_refused_is_closed(run):
+    """The client sends no body then: what it asked next was taken for that."""
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            reader, writer = await connect(server)
+            writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\nexpect: 200-ok\r\ncontent-length: 500\r\n\r\n")
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert head.startswith(b"http/1.1 417 ") and b"connection: close" in head
+            writer.close()
+
+    run(go())
+
+
 def test_requests_that_come_together_are_answered_in_turn(run):
     """100 in one write, with bodies, on one connection: 100 answers in their order, and then it is kept."""
 

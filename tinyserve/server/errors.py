@@ -128,7 +128,7 @@ def describe(error: BaseException) -> Failure:
     """What the client is told about `error`."""
     if isinstance(error, RequestError):
         headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
-        if isinstance(error, (Ambiguous, BodyTooLarge, BodyTimeout)):
+        if isinstance(error, (Ambiguous, BodyTooLarge, BodyTimeout, Unexpected)):
             headers = {"Connection": "close"}  # what follows on this connection is no request, or not to be trusted
         return Failure(error.status, str(error), error.param, error.code, headers)
     if isinstance(error, Overloaded):
