@@ -226,9 +226,13 @@ class Answer:
         )
 
     def _shown(self, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[int, ...]:
-        """Without the end token, if that is what ended the answer: it counts, but its text does not."""
-        hidden = reason is FinishReason.STOP and not self.request.sampling.include_stop_str_in_output
-        return ids[:-1] if hidden else ids
+        """Without the end token, if that is what ended the answer: it counts, but its text does not.
+
+        A grammar may end with any token where the model has none that says so.
+        """
+        if reason is not FinishReason.STOP or self.request.sampling.include_stop_str_in_output:
+            return ids
+        return ids[:-1] if ids and ids[-1] in self.request.end_ids else ids
 
     def _text(self, ids: tuple[int, ...], reason: FinishReason | None) -> str:
         """Text of new ids, where there are no stop strings."""

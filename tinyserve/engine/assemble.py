@@ -21,6 +21,7 @@ from attrs import asdict, define, field
 from ..config import CacheOptions, EngineConfig, usable_cores
 from ..errors import ConfigError, TinyserveError
 from ..options import format_bytes
+from ..grammar.bits import width
 from .adapters import Desk, NoDesk
 from .parts import Parts, Phases
 
@@ -263,7 +264,7 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapte
         block_size=config.cache.block_size,
         groups=groups,
         depth=options.depth,
-        words=-(-min(parts.tokenizer.vocab_size, parts.model.vocab_size) // 32),
+        words=width(min(parts.tokenizer.vocab_size, parts.model.vocab_size), parts.eos_ids | parts.extra_eos_ids),
     )
     graphs: Any = None
     if device.has_graphs and not config.runner.enforce_eager and getattr(parts.model, "recordable", True):

@@ -8,7 +8,8 @@ one before plus a token, so all but the last block of it is found in the prefix 
 runner knows that beams exist.
 
 With a grammar, a beam's request tells how much of its prompt is answer already: its matcher walks that first. The
-log-probabilities are then those among the tokens that the grammar allows.
+log-probabilities are then those among the tokens that the grammar allows. Where the model has no end token, a beam is
+complete as soon as nothing may follow.
 
 A search that is aborted ends with the beams that it has (searches.py).
 
@@ -41,6 +42,7 @@ class Front(Protocol):
     intake: Intake
     streams: Streams
     tokenizer: Any
+    machine: Any
 
     def admit(self) -> None:
         """Raises: Overloaded, EngineDead: nothing new is taken."""
@@ -112,11 +114,32 @@ async def _searched(engine: Front, request: Request, params: BeamSearchParams, s
             for beam, entry in zip(live, entries, strict=True)
             for candidate in _candidates(beam, entry, request, params)
         ]
+        grown = await _told(engine, request, grown, params)
         completed = _best([*completed, *(beam for beam in grown if beam.ended)], params)
         live = _best([beam for beam in grown if not beam.ended], params)
         if not live:
             break
     return _best([*completed, *live], params)
+
+
+async def _told(engine: Front, request: Request, grown: list[Beam], params: BeamSearchParams) -> list[Beam]:
+    """The beams, and of those that might live on which are complete: nothing may follow in their grammar.
+
+    A model with end tokens is asked for one; one without has no other way to say it.
+    """
+    if not request.has_grammar or engine.machine.grammars.words.no_end is None:
+        return grown
+    grammars, found, live = engine.machine.grammars, [beam for beam in grown if beam.ended], 0
+    await asyncio.shield(asyncio.wrap_future(grammars.compiled(request.constraint)))  # it may have left the cache
+    for beam in sorted((beam for beam in grown if not beam.ended), key=lambda one: -one.score(params.length_penalty)):
+        if live == params.beam_width:
+            break
+        tokens = (*request.prompt_ids, *beam.tokens)
+        match = grammars.constrain(evolve(request, prompt_ids=tokens, answered=len(beam.tokens)))
+        ended = await engine.intake.off_loop(lambda match=match: match.complete)
+        found.append(evolve(beam, ended=ended))
+        live += not ended
+    return found
 
 
 async def _next_tokens(
@@ -174,7 +197,9 @@ def _sequence(
 ) -> BeamSearchSequence:
     """The beam as it is returned. cut: why one without an end token ended."""
     skip = params.skip_special_tokens
-    shown = beam.tokens[:-1] if beam.ended and not params.include_stop_str_in_output else beam.tokens
+    hidden = beam.ended and not params.include_stop_str_in_output
+    hidden = hidden and beam.tokens[-1] in request.eos_ids | request.extra_eos_ids
+    shown = beam.tokens[:-1] if hidden else beam.tokens
     detokenizer = Detokenizer(
         tokenizer, request.prompt_ids, skip_special_tokens=skip, spaces_between_special_tokens=True
     )

@@ -5,9 +5,16 @@ Before: nothing.  After: compile.py, matcher.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 _BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
+
+
+def width(size: int, end_ids: Iterable[int]) -> int:
+    """Words of a mask for so many tokens, and one more where none of them ends an answer: it stands for the end."""
+    return -(-(size + (not any(token < size for token in end_ids))) // 32)
 
 
 def allow(row: np.ndarray, token: int) -> None:

@@ -23,8 +23,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
-from .bits import of_bytes
-from .matcher import NO_END, UNCONSTRAINED, Constraint, Matcher, Words
+from .bits import forbid, of_bytes, width
+from .matcher import UNCONSTRAINED, Constraint, Matcher, Words
 from .ordinary import Ordinary
 from .sayings import explained
 from .trial import PARENT_STACK, TooMuch, Trial, compiled, with_stack
@@ -165,15 +165,23 @@ class Grammars:
             error = explained(matcher.get_error() or "")
         if error:
             raise RequestError(f"{wanted.param}: {error}", param=wanted.param)
-        if not any(mask):
+        first = np.frombuffer(mask, dtype=np.int32).copy()
+        if not first.any():
             raise RequestError(f"{wanted.param}: nothing satisfies it.", param=wanted.param)
+        if self.words.no_end is not None:
+            forbid(first, self.words.no_end)
+            if not first.any():
+                raise RequestError(
+                    f"{wanted.param}: only an empty text satisfies it, and this model has no token that ends one.",
+                    param=wanted.param,
+                )
         return matcher, verdict.bytes
 
     def _trial(self, seconds: float) -> Trial:
         words = self.words
         with self._lock:
             if seconds not in self._trials:
-                self._trials[seconds] = Trial(words.width * 32, words.special, words.end_ids)
+                self._trials[seconds] = Trial(words.width * 32, words.special, words.ends)
             return self._trials[seconds]
 
     def _tokens(self) -> LLTokenizer:
@@ -182,8 +190,8 @@ class Grammars:
         with self._lock:
             if self._library is None:
                 self._library = LLTokenizer(
-                    TokenizerWrapper(_Vocabulary(self._tokenizer, words.bytes, self._end_ids)),
-                    eos_token=self._end_ids or None,
+                    TokenizerWrapper(_Vocabulary(self._tokenizer, words)),
+                    eos_token=list(words.ends),
                     slices=_slices(),
                 )
             return self._library
@@ -208,10 +216,10 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokens, tokens: list[bytes], end_ids: list[int]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokenizer: Tokens, words: Words) -> None:
+        self.tokens = words.bytes if words.no_end is None else [*words.bytes, b""]
         self.special_token_ids = sorted(tokenizer.special_ids)
-        self.eos_token_id = end_ids[0] if end_ids else NO_END
+        self.eos_token_id = words.ends[0]
         self._encode = tokenizer.encode
         self._special = tokenizer.special_ids
         self._ordinary: Ordinary | None = None  # made when a text needs it
@@ -236,8 +244,9 @@ class _Vocabulary:
 def _words(tokenizer: Tokens, vocab_size: int, end_ids: list[int]) -> Words:
     size = min(tokenizer.vocab_size, vocab_size)
     tokens = [tokenizer.token_bytes(index) for index in range(size)]
-    width = -(-size // 32)
-    begins = np.zeros(width * 32, dtype=np.uint8)
+    end_ids = [token for token in end_ids if token < size]
+    words = width(size, end_ids)
+    begins = np.zeros(words * 32, dtype=np.uint8)
     begins[: len(tokens)] = [word[0] if word else 0 for word in tokens]
     return Words(
         bytes=tokens,
@@ -245,6 +254,7 @@ def _words(tokenizer: Tokens, vocab_size: int, end_ids: list[int]) -> Words:
         digits=of_bytes(begins, b"0123456789"),
         letters=of_bytes(begins, bytes(set(string.ascii_letters.encode()) - set(b"eE"))),
         end_ids=tuple(end_ids),
-        width=width,
+        no_end=None if end_ids else size,
+        width=words,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
     )

@@ -32,7 +32,6 @@ MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 12
 _NUMBER = re.compile(rb"[-+.0-9eE]*$")
 _NUMERIC = frozenset(b"-+.0123456789eE")
 _DIGITS = re.compile(rb"([eE][-+]?)?([0-9]*)$")
-NO_END = 0  # the library's end token for a model that has none, which cannot be written then
 WITH_JSON = ("json", "json_object", "structural_tag")
 SHORT = 16_384  # characters of what is asked for
 USUAL_SECONDS = 0.005  # of one core, that a token may cost
@@ -98,7 +97,8 @@ class Words:
         bytes: of each token.   special: special tokens by their text.
         digits: mask [width] int32 of the tokens that begin with a digit.
         letters: the same of those that begin with an ASCII letter, but for the e of a number.
-        end_ids: tokens that end an answer.   width: words of 32 bits in a mask.
+        end_ids: tokens that end an answer.   no_end: the library's end token if there are none: behind all others.
+        width: words of 32 bits in a mask.
         encode: ids of a text.
     """
 
@@ -107,8 +107,14 @@ class Words:
     digits: np.ndarray
     letters: np.ndarray
     end_ids: tuple[int, ...]
+    no_end: int | None
     width: int
     encode: Callable[[str], list[int]]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The library's end tokens, at least one."""
+        return self.end_ids if self.no_end is None else (self.no_end,)
 
 
 @define
@@ -180,6 +186,12 @@ class Matcher:
     def width(self) -> int:
         """Words of 32 bits in a mask."""
         return self._start().width
+
+    @property
+    def complete(self) -> bool:
+        """Whether what the answer has already is all of it; once the grammar is there."""
+        self._start()
+        return self.ended
 
     def _start(self) -> Words:
         if self._words is None:
@@ -361,8 +373,8 @@ class Matcher:
 
     def _trim(self, row: np.ndarray) -> None:
         words = self._words
-        if not words.end_ids and (row[0] != 1 or row[1:].any()):
-            forbid(row, NO_END)
+        if words.no_end is not None:
+            forbid(row, words.no_end)
         if self._too_long() and not (row & words.letters).any():
             others = row & ~words.digits  # no letter may come either: this is a number and not a text
             row[:] = others if others.any() else row

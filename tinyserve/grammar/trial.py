@@ -117,7 +117,8 @@ def with_stack(size: int, work: Callable[[], T]) -> T:
 class Trial:
     """Tries one grammar after the other, in a child that is started when it is needed. Used from one thread at a time.
 
-    Args: size: tokens of the vocabulary.   special: special tokens by their text.   end_ids: tokens that end an answer.
+    Args: size: tokens of the vocabulary.   special: special tokens by their text.   end_ids: tokens that end an answer,
+            at least one.
     """
 
     def __init__(self, size: int, special: Mapping[str, int], end_ids: tuple[int, ...]) -> None:
@@ -230,7 +231,7 @@ class _Bytes:
         for byte, index in enumerate(free[:256]):
             self.tokens[index] = bytes([byte])
         self.special_token_ids = sorted(special.values())
-        self.eos_token_id = end_ids[0] if end_ids else 0
+        self.eos_token_id = end_ids[0]
         self._at = free
 
     def __call__(self, text: Any) -> list[int]:
@@ -242,7 +243,7 @@ def child() -> None:
     """The other end: answers until the pipe ends, or a grammar goes too far."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     size, special, end_ids = json.loads(sys.argv[2])
-    tokens = LLTokenizer(TokenizerWrapper(_Bytes(size, special, end_ids)), eos_token=end_ids or None)
+    tokens = LLTokenizer(TokenizerWrapper(_Bytes(size, special, end_ids)), eos_token=end_ids)
     _follow(compiled(tokens, "start: /[a-z]+/"))  # what the library makes once
     usual = _memory()
     _bound(_memory(0) + MEMORY_BYTES)

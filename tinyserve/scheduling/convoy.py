@@ -203,7 +203,7 @@ def book_apart(
             seq.computed = end
             known.append(token)
             ended = rules.check(token, len(known)) if token in rules.ids or len(known) >= rules.limit else None
-            if ended is None and seq.constraint.ended:
+            if seq.constraint.ended and (ended is None or ended[0] is not FinishReason.STOP):
                 ended = FinishReason.STOP, seq.request.stop_on(token)[1]
             if seq.constraint.error is not None:
                 others[place] = fail(seq, seq.constraint.error)

@@ -344,7 +344,7 @@ class Scheduler:
             if constraint.error is not None:
                 return self._fail(seq, constraint.error)
             ended = check(token, len(tokens))
-            if ended is None and constraint.ended:
+            if constraint.ended and (ended is None or ended[0] is not FinishReason.STOP):
                 ended = FinishReason.STOP, seq.request.stop_on(token)[1]
             if ended is not None:
                 new = new[:count]

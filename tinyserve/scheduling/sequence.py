@@ -42,7 +42,7 @@ class EndRules:
         simple: others than these and the last one need no look, and none is reported on.
 
     End tokens count only once `min_tokens` exist (the sampler masks them until then); on the last token an end token
-    beats the limit, and the limit beats a repetition.
+    beats the limit, as a grammar that is complete does, and the limit beats a repetition.
     """
 
     __slots__ = ("_floor", "_repetition", "_request", "ids", "limit", "simple")
