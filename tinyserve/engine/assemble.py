@@ -20,8 +20,8 @@ from attrs import asdict, define, field
 
 from ..config import CacheOptions, EngineConfig, usable_cores
 from ..errors import ConfigError, TinyserveError
-from ..options import format_bytes
 from ..grammar.bits import width
+from ..options import format_bytes
 from .adapters import Desk, NoDesk
 from .parts import Parts, Phases
 

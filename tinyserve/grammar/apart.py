@@ -23,7 +23,7 @@ from .places import MAX_DEPTH, Document
 
 MOST = 64  # schemas of a oneOf that are compared with each other
 _NOTHING: Schema = {}
-MAX_VALUES = 100_000  # that are read and compared in a whole schema; what is left then is not found apart
+MAX_VALUES = 100_000  # schemas and values that are read and compared in a whole one; the rest is not found apart
 
 
 class Choices:
@@ -53,7 +53,8 @@ class Choices:
         if not isinstance(name, str):
             return False
         objects: list[Schema] = []
-        told = [self._told(each, name, objects) for each in choice]
+        known: dict[int, frozenset[str] | None] = {}
+        told = [self._told(each, name, objects, known) for each in choice]
         if any(values is None for values in told) or len(frozenset().union(*told)) < sum(map(len, told)):
             return False
         for each in objects:
@@ -61,19 +62,38 @@ class Choices:
                 required.append(name)
         return True
 
-    def _told(self, part: Any, name: str, objects: list[Schema], depth: int = 0) -> frozenset[str] | None:
-        """The values of a property in an object, or in those of a choice; the objects are added to the list."""
+    def _told(
+        self, part: Any, name: str, objects: list[Schema], known: dict[int, frozenset[str] | None], depth: int = 0
+    ) -> frozenset[str] | None:
+        """The values of a property in an object, or in those of a choice; the objects are added to the list.
+
+        known: what each schema told, however often references lead to it; nothing as long as it is read, so a choice
+            that is one of its own tells nothing.
+        """
         part = self._resolved(part)
+        if id(part) not in known:
+            known[id(part)] = None
+            known[id(part)] = self._read(part, name, objects, known, depth)
+        values = known[id(part)]
+        self._left -= 1 + len(values or ())
+        return values if self._left >= 0 else None
+
+    def _read(
+        self, part: Schema, name: str, objects: list[Schema], known: dict[int, frozenset[str] | None], depth: int
+    ) -> frozenset[str] | None:
         choices = [part[word] for word in ("anyOf", "oneOf") if isinstance(part.get(word), list)]
         if len(choices) == 1 and "properties" not in part and depth < MAX_DEPTH:
-            told = [self._told(each, name, objects, depth + 1) for each in choices[0]]
-            return None if any(values is None for values in told) else frozenset().union(*told)
-        if choices or part.get("type") != "object" or self._left <= 0:
+            found: set[str] = set()
+            for each in choices[0]:
+                values = self._told(each, name, objects, known, depth + 1)
+                if values is None:
+                    return None
+                found |= values
+            return frozenset(found)
+        if choices or part.get("type") != "object":
             return None
         objects.append(part)
-        values = self._named(self._resolved(_properties(part).get(name)))
-        self._left -= 1 + len(values or ())
-        return values
+        return self._named(self._resolved(_properties(part).get(name)))
 
     def _are_all_apart(self, choice: list[Any]) -> bool:
         each = [self._resolved(one) for one in choice]
@@ -86,7 +106,8 @@ class Choices:
     def _are_apart(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         if self._differ(one, other):
             return True
-        if one.get("type") != "object" or other.get("type") != "object":
+        self._left -= 1 + len(one.get("required", ())) + len(other.get("required", ()))
+        if self._left < 0 or one.get("type") != "object" or other.get("type") != "object":
             return False
         names = [set(part.get("required", ())) for part in (one, other)]
         inside = [_properties(part) for part in (one, other)]

@@ -7,13 +7,14 @@ Before: places.py.  After: schema.py.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import shown
 from .numbers import Schema, Wrong
 from .places import Document, at
 
-MAX_VISITS = 50_000  # of the search for references that lead back to themselves, in a whole schema
 MAX_STEPS = 200  # schemas that references and choices lead through, one to the next, before anything is written
 ENDLESS = "no text satisfies it: a rule or $ref leads back to itself, or it contradicts itself."
 
@@ -52,37 +53,67 @@ def _settle(document: Document, part: Schema) -> None:
     part["$ref"] = end
 
 
-class _Search:
-    """Looks for schemas of which a value would have to be one of itself first, so that there is none.
+def _groups(document: Document, part: Schema) -> Iterator[list[Any]]:
+    """What a value of a schema has to satisfy as well, before anything is written: one schema of each list."""
+    if "$ref" in part:
+        yield [document.of(part["$ref"])]
+    if isinstance(part.get("allOf"), list):
+        yield from ([each] for each in part["allOf"])
+    yield from (part[name] for name in ("anyOf", "oneOf") if isinstance(part.get(name), list) and part[name])
 
-    A schema that was once found to have an end has one wherever it stands, so each is looked at once; only what leads
-    back is looked at again, and the first such one ends the search. After MAX_VISITS the rest is left to the library.
+
+def _without_end(document: Document) -> set[int]:
+    """The ids of schemas of which a value would have to be one of itself first, so that there is none.
+
+    Found from the other side, which looks at each step once: a schema has an end when one of each of its groups has.
     """
+    parts = {id(part): part for _, part in document.parts}
+    left: dict[int, int] = {}  # groups of a schema of which none is known to have an end
+    users: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # of a schema: (another, its group)
+    ends: list[int] = []
+    for key, part in parts.items():
+        open_groups = [
+            group
+            for group in _groups(document, part)
+            if all(isinstance(each, dict) and id(each) in parts for each in group)
+        ]
+        left[key] = len(open_groups)
+        for number, group in enumerate(open_groups):
+            for each in group:
+                users[id(each)].append((key, number))
+        if not open_groups:
+            ends.append(key)
+    settled: set[tuple[int, int]] = set()
+    while ends:
+        for user in users[ends.pop()]:
+            if user not in settled:
+                settled.add(user)
+                left[user[0]] -= 1
+                if not left[user[0]]:
+                    ends.append(user[0])
+    return {key for key, count in left.items() if count}
+
+
+class _Search:
+    """Goes the ways that lead from schema to schema before anything is written, each schema once."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        self._ends: set[int] = set()
-        self._visits = 0
+        self._endless = _without_end(document)
+        self._passed: set[int] = set()
 
-    def leads_back(self, part: Any, path: frozenset[int] = frozenset()) -> bool:
-        """Whether a value of this schema, inside those of the path, needs one of itself. Raises: Wrong: a long way."""
-        if not isinstance(part, dict) or id(part) in self._ends or self._visits > MAX_VISITS:
-            return False
-        self._visits += 1
-        if id(part) in path:
+    def leads_back(self, part: Any, depth: int = 0) -> bool:
+        """Whether a value of this schema needs one of itself first. Raises: Wrong: a long way."""
+        if isinstance(part, dict) and id(part) in self._endless:
             return True
-        if len(path) > MAX_STEPS:
+        if not isinstance(part, dict) or id(part) in self._passed:
+            return False
+        if depth > MAX_STEPS:
             raise Wrong(
                 f"references and choices lead through more than {MAX_STEPS} schemas, one to the next; put what they "
                 "lead to in their place"
             )
-        path = path | {id(part)}
-        if "$ref" in part and self.leads_back(self._document.of(part["$ref"]), path):
-            return True
-        if isinstance(part.get("allOf"), list) and any(self.leads_back(each, path) for each in part["allOf"]):
-            return True
-        choices = [part[name] for name in ("anyOf", "oneOf") if isinstance(part.get(name), list) and part[name]]
-        if any(all(self.leads_back(each, path) for each in choice) for choice in choices):
-            return True
-        self._ends.add(id(part))
+        self._passed.add(id(part))
+        for group in _groups(self._document, part):
+            any(not self.leads_back(each, depth + 1) for each in group)  # a way out is enough
         return False

@@ -62,7 +62,7 @@ def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> 
                 raise _not_enforced(name, "a schema without properties")
             return {"type": "regex", "pattern": written.loose} if written.loose else _FREE
         shared = {key: schema[key] for key in _SHARED if key in schema}
-        _check_size(shared, len(schema.get("properties") or {}), name)
+        _check_size(shared, sum(map(_refers, (schema.get("properties") or {}).values())), name)
         required = _names(schema, name, strict)
         elements = []
         for key, part in (schema.get("properties") or {}).items():
@@ -88,12 +88,12 @@ def parameters(schema: Schema, written: Written, name: str, *, strict: bool) -> 
 
 
 def _check_size(shared: Schema, count: int, name: str) -> None:
-    """Refuse definitions that would be too long when each of so many parameters has them."""
+    """Refuse definitions that would be too long when each of the parameters that refer to them has them."""
     size = count * len(json.dumps(shared, ensure_ascii=False)) if shared else 0
     if size > MAX_SHARED:
         raise RequestError(
             f"tools: the definitions in {name} have {size} characters, written out for each of its {count} parameters "
-            f"as this model writes calls; at most {MAX_SHARED} are allowed.",
+            f"with references, as this model writes calls; at most {MAX_SHARED} are allowed.",
             param="tools",
         )
 
@@ -119,7 +119,14 @@ def _optional(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(part: Schema, shared: Schema, place: str) -> dict[str, Any]:
-    return {"type": "json_schema", "name": place, "json_schema": {**shared, **part}}
+    """A parameter as JSON. The definitions go with it if it refers to one."""
+    needed = shared if _refers(part) else {}
+    return {"type": "json_schema", "name": place, "json_schema": {**needed, **part}}
+
+
+def _refers(part: Any) -> bool:
+    """Whether a schema may hold a reference."""
+    return '"$ref"' in json.dumps(part)
 
 
 def _between(before: str, after: str, value: Mapping[str, Any]) -> dict[str, Any]:
