@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+import threading
 import weakref
 
 import pytest
@@ -140,6 +141,34 @@ async def test_one_request_waits_for_its_grammar_and_others_do_not(tok):
         gate.set()
         assert (await waiting).text == "bbb"
         assert (await broken).status == 400
+
+
+async def test_a_grammar_that_only_waited_for_others_is_asked_for_later(tok, monkeypatch):
+    """Behind grammars of others that took their time it was a 400, "make it simpler". It is compiled meanwhile,
+    and there when it is asked for again."""
+    async with serving(ScriptModel([98] * 8), tok) as server:
+        grammars, gate, held = server.engine.machine.grammars, threading.Event(), threading.Event()
+        compiling = grammars._compile
+
+        def slow(*given):
+            held.set()
+            assert gate.wait(60)
+            return compiling(*given)
+
+        grammars._compile = slow
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 5, "structured_outputs": {"regex": "b{3}"}}
+        others = asyncio.create_task(server.ask(TEXT, {**body, "structured_outputs": {"regex": "b{2}"}}))
+        await eventually(held.is_set, 30)
+        monkeypatch.setattr("tinyserve.engine.admission.WAIT_SECONDS", 0.05)
+        late = await server.http.post(TEXT, json=body)
+        again = await server.http.post(
+            CHAT, json={**HI, "stream": True, "structured_outputs": body["structured_outputs"]}
+        )
+        monkeypatch.undo()
+        gate.set()
+        assert (late.status_code, again.status_code) == (503, 503) and "grammars of other requests" in late.text
+        assert int(late.headers["retry-after"]) >= 1
+        assert (await others).texts == ["bb"] and (await server.ask(TEXT, body)).texts == ["bbb"]
 
 
 async def test_json_mode_ends_however_much_the_model_likes_blanks(tok):

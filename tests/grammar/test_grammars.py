@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 from attrs import evolve
 
 from tests.scripted import END_THINK, EOS, THINK, VOCAB
-from tinyserve.errors import RequestError
+from tinyserve.errors import Overloaded, RequestError
 from tinyserve.grammar import compile, trial
-from tinyserve.grammar.compile import Grammars
+from tinyserve.grammar.compile import WAIT_SECONDS, Compiled, Grammars
 from tinyserve.grammar.thought import Gate, Mode
 from tinyserve.request import Request, SamplingParams
 from tinyserve.runner.workers import Workers
@@ -255,6 +256,42 @@ def test_a_child_that_does_not_answer_is_ended(monkeypatch):
         assert tried.run(letter("c"), 3.0).error == ""
     finally:
         tried.close()
+
+
+def test_a_child_is_ready_for_those_behind_a_grammar_that_went_too_far(monkeypatch):
+    """Each hostile grammar cost the next one the start of a process, too: 0.3 s in the one queue of all."""
+    tried = trial.Trial(VOCAB, {}, (EOS,))
+
+    def stuck(text):
+        monkeypatch.setattr(trial, "START_SECONDS", 0.2)
+        monkeypatch.setattr(trial, "PATIENCE", 0.0)
+        os.kill(tried._child.pid, signal.SIGSTOP)
+        with pytest.raises(trial.TooMuch):
+            tried.run(letter(text), 3.0)
+        monkeypatch.undo()
+
+    try:
+        assert tried.run(letter("a"), 3.0).error == "" and tried._spare is None, "nobody was hostile yet"
+        stuck("b")
+        assert tried.run(letter("c"), 3.0).error == ""
+        spare = tried._spare
+        stuck("d")
+        assert tried.run(letter("e"), 3.0).error == "" and tried._child is spare
+        children = [tried._child, tried._spare]
+    finally:
+        tried.close()
+    assert all(child.poll() is not None for child in children) and tried._spare is None
+
+
+def test_what_waited_for_others_is_not_to_blame():
+    """A grammar that had not begun, or just had, was "make it simpler"."""
+    wanted = StructuredOutputsParams(choice=["a"]).constraint()
+    compiled = Compiled()
+    assert isinstance(compiled.late(wanted), Overloaded)
+    compiled.begun = time.monotonic() - 1.0
+    assert isinstance(compiled.late(wanted), Overloaded)
+    compiled.begun = time.monotonic() - WAIT_SECONDS
+    assert isinstance(compiled.late(wanted), RequestError)
 
 
 def test_what_is_no_grammars_fault_is_tried_again(monkeypatch):

@@ -128,11 +128,7 @@ class Admission:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(settle)
 
-        late = RequestError(
-            f"{wanted.param}: it could not be compiled within {WAIT_SECONDS:.0f} seconds; make it simpler.",
-            param=wanted.param,
-        )
-        timer = loop.call_later(WAIT_SECONDS, fail, late)
+        timer = loop.call_later(WAIT_SECONDS, lambda: fail(compiled.late(wanted)))
         compiled.add_done_callback(landed)
 
     def _queued(self, prepared: Prepared, index: int) -> Answer:

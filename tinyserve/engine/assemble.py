@@ -20,7 +20,6 @@ from attrs import asdict, define, field
 
 from ..config import CacheOptions, EngineConfig, usable_cores
 from ..errors import ConfigError, TinyserveError
-from ..grammar.bits import width
 from ..options import format_bytes
 from .adapters import Desk, NoDesk
 from .parts import Parts, Phases
@@ -248,6 +247,7 @@ def _adapters(config: EngineConfig, parts: Parts, device: Any) -> tuple[Any, Any
 
 def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapted: Any) -> Any:
     """The runner. It comes before the cache: its buffers count as taken."""
+    from ..grammar.bits import width
     from ..runner.graphs import SMALL_BYTES, Recorded, Wanted
     from ..runner.runner import Limits, Runner
     from ..sampling.sampler import Sampler

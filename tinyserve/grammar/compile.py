@@ -10,8 +10,8 @@ Before: trial.py.  After: matcher.py (one answer's place in a grammar), engine/e
 from __future__ import annotations
 
 import hashlib
-import string
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -20,31 +20,23 @@ from typing import Any, Protocol
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from ..errors import RequestError
+from ..errors import Overloaded, RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
-from .bits import forbid, of_bytes, width
-from .matcher import UNCONSTRAINED, Constraint, Matcher, Words
+from .bits import forbid
+from .matcher import UNCONSTRAINED, Constraint, Matcher
 from .ordinary import Ordinary
 from .sayings import explained
 from .trial import PARENT_STACK, TooMuch, Trial, compiled, with_stack
+from .words import Tokens, Words, words_of
 
 CACHED = 512  # grammars
 CACHED_BYTES = 512 * 2**20
 LETTERS, SHORT = r'[^"\\\x00-\x1F\x7F]', (2, 4, 6)  # of a JSON text
 KNOWN, KNOWN_CHARACTERS = 1024, 256  # texts whose ids are kept, and their length
 WAIT_SECONDS = 20.0  # a request waits no longer for its grammar
+RETRY_SECONDS = 5  # until a retry makes sense: what waits stays in its place, and is compiled by then
 QUICK_SECONDS, SECONDS = 0.3, 3.0  # of one core, that a grammar may take at first, and in the thread for slow ones
-
-
-class Tokens(Protocol):
-    """What is needed of a tokenizer; text/tokenizer.Tokenizer has it."""
-
-    vocab_size: int
-    special_ids: frozenset[int]
-
-    def token_bytes(self, index: int) -> bytes: ...
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class Threads(Protocol):
@@ -55,9 +47,28 @@ class Threads(Protocol):
 
 
 class Compiled(Future["LLMatcher | None"]):
-    """A grammar, compiled or on its way. bytes: of memory that it takes."""
+    """A grammar, compiled or on its way.
+
+    Attributes:
+        bytes: of memory that it takes.
+        begun: time.monotonic() when its thread turned to it; None: it waits for others before it.
+    """
 
     bytes = 0
+    begun: float | None = None
+
+    def late(self, wanted: Wanted) -> Exception:
+        """Why it is not there after WAIT_SECONDS, most of which it waited for others or was tried itself."""
+        if self.begun is not None and time.monotonic() - self.begun > WAIT_SECONDS / 2:
+            return RequestError(
+                f"{wanted.param}: it could not be compiled within {WAIT_SECONDS:.0f} seconds; make it simpler.",
+                param=wanted.param,
+            )
+        return Overloaded(
+            f"{wanted.param}: {WAIT_SECONDS:.0f} seconds went by with grammars of other requests, which were first. "
+            "Retry later.",
+            retry_after=RETRY_SECONDS,
+        )
 
 
 class Grammars:
@@ -134,11 +145,13 @@ class Grammars:
         """Compile within so many seconds, and say what came of it."""
         if future.cancelled():
             return
+        future.begun = time.monotonic()
         try:
             matcher, future.bytes = self._compile(wanted, seconds)
             future.set_result(matcher)
         except TooMuch as error:
             if seconds < SECONDS:
+                future.begun = None
                 self._slow.submit(self._settle, future, wanted, SECONDS)
                 return
             future.set_exception(RequestError(f"{wanted.param}: {error}.", param=wanted.param))
@@ -150,7 +163,7 @@ class Grammars:
         """The vocabulary; made by the first grammar, in its thread."""
         with self._lock:
             if self._words is None:
-                self._words = _words(self._tokenizer, self._vocab_size, self._end_ids)
+                self._words = words_of(self._tokenizer, self._vocab_size, self._end_ids)
             return self._words
 
     def _compile(self, wanted: Wanted, seconds: float) -> tuple[LLMatcher | None, int]:
@@ -239,22 +252,3 @@ class _Vocabulary:
             if len(text) <= KNOWN_CHARACTERS:
                 self._known[text] = found
         return found
-
-
-def _words(tokenizer: Tokens, vocab_size: int, end_ids: list[int]) -> Words:
-    size = min(tokenizer.vocab_size, vocab_size)
-    tokens = [tokenizer.token_bytes(index) for index in range(size)]
-    end_ids = [token for token in end_ids if token < size]
-    words = width(size, end_ids)
-    begins = np.zeros(words * 32, dtype=np.uint8)
-    begins[: len(tokens)] = [word[0] if word else 0 for word in tokens]
-    return Words(
-        bytes=tokens,
-        special={tokens[index].decode("utf-8", "replace"): index for index in tokenizer.special_ids if index < size},
-        digits=of_bytes(begins, b"0123456789"),
-        letters=of_bytes(begins, bytes(set(string.ascii_letters.encode()) - set(b"eE"))),
-        end_ids=tuple(end_ids),
-        no_end=None if end_ids else size,
-        width=words,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-    )

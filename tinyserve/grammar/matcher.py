@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, field
 
 from ..errors import RequestError
 from ..request import Request
@@ -27,6 +27,7 @@ from ..structured import Constraint as Wanted
 from .bits import allow, forbid
 from .sayings import explained
 from .thought import Gate, Mode
+from .words import Words
 
 MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 128-bit integer has 39
 _NUMBER = re.compile(rb"[-+.0-9eE]*$")
@@ -87,34 +88,6 @@ def unconstrained(request: Request) -> Constraint:
     if request.constraint is not None:
         raise RequestError("Structured output is not available here.", param=request.constraint.param)
     return UNCONSTRAINED
-
-
-@frozen(eq=False)
-class Words:
-    """A vocabulary.
-
-    Args:
-        bytes: of each token.   special: special tokens by their text.
-        digits: mask [width] int32 of the tokens that begin with a digit.
-        letters: the same of those that begin with an ASCII letter, but for the e of a number.
-        end_ids: tokens that end an answer.   no_end: the library's end token if there are none: behind all others.
-        width: words of 32 bits in a mask.
-        encode: ids of a text.
-    """
-
-    bytes: list[bytes]
-    special: Mapping[str, int]
-    digits: np.ndarray
-    letters: np.ndarray
-    end_ids: tuple[int, ...]
-    no_end: int | None
-    width: int
-    encode: Callable[[str], list[int]]
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The library's end tokens, at least one."""
-        return self.end_ids if self.no_end is None else (self.no_end,)
 
 
 @define

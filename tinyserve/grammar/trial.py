@@ -3,8 +3,9 @@
 The library counts its steps, but one step can be as large as it likes: the intersection of thirty patterns, or a
 number that must be a multiple of 1234567, holds a thread for minutes and takes gigabytes, and no thread can be stopped.
 So each grammar is first compiled in a child with few seconds of its core, little memory and a quarter of the stack, and
-followed for some tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar starts
-another child.
+followed for some tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar has another
+child. From the first one that died on, a spare one starts while a grammar is tried, so that those who come behind many
+that go too far do not wait for a start each time.
 
     parent <--"!"-- child, once        parent --length, JSON--> child: make, compile, follow --length, JSON--> parent
 
@@ -124,7 +125,9 @@ class Trial:
     def __init__(self, size: int, special: Mapping[str, int], end_ids: tuple[int, ...]) -> None:
         self._words = json.dumps([size, dict(special), list(end_ids)])
         self._child: subprocess.Popen[bytes] | None = None
+        self._spare: subprocess.Popen[bytes] | None = None
         self._ready = False  # the child has said that it reads
+        self._wary = False  # a child had to be ended
         self._lock = threading.Lock()  # of the child's beginning and end
         self._closed = False
 
@@ -133,14 +136,26 @@ class Trial:
         with self._lock:
             if self._child is None and not self._closed:
                 self._ready = False
-                self._child = subprocess.Popen(
-                    [sys.executable, "-c", _CODE, json.dumps([str(folder) for folder in sys.path]), self._words],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env=environment_to_start(),
-                    process_group=0,  # an interrupt from the terminal is not meant for it
-                )
+                spare, self._spare = self._spare, None
+                if spare is not None and spare.poll() is not None:
+                    _ended(spare)
+                    spare = None
+                self._child = spare or self._started()
+
+    def _start_spare(self) -> None:
+        with self._lock:
+            if self._wary and self._spare is None and not self._closed:
+                self._spare = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-c", _CODE, json.dumps([str(folder) for folder in sys.path]), self._words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment_to_start(),
+            process_group=0,  # an interrupt from the terminal is not meant for it
+        )
 
     def run(self, wanted: Constraint, seconds: float) -> Verdict:
         """What comes of a grammar. seconds: of one core, at most. Raises: TooMuch; NoChild."""
@@ -156,6 +171,7 @@ class Trial:
             data = json.dumps([seconds, *wanted.key]).encode()
             child.stdin.write(_LENGTH.pack(len(data)) + data)
             child.stdin.flush()
+            self._start_spare()
             end = time.monotonic() + START_SECONDS + seconds * PATIENCE
             (length,) = _LENGTH.unpack(_read(child, _LENGTH.size, end))
             error, size, text, fresh = json.loads(_read(child, length, end))
@@ -166,6 +182,7 @@ class Trial:
             raise TooMuch(f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile") from None
         finally:
             if not done:  # dead, stuck, or grown
+                self._wary = True
                 self._end()
         return Verdict(error, size, text)
 
@@ -181,23 +198,31 @@ class Trial:
         self._ready = True
 
     def close(self) -> None:
-        """End the child, whatever it does."""
-        self._closed = True
+        """End the child, whatever it does, and the spare one."""
+        with self._lock:
+            self._closed = True
+            spare, self._spare = self._spare, None
+        _ended(spare)
         self._end()
 
     def _end(self) -> int:
         """End the child, if there is one. Returns: the status with which it ended."""
         with self._lock:
             child, self._child = self._child, None
-        if child is None:
-            return 0
-        with contextlib.suppress(OSError):
-            child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            with contextlib.suppress(OSError):  # what could not be written any more
-                pipe.close()
-        return child.returncode
+        return _ended(child)
+
+
+def _ended(child: subprocess.Popen[bytes] | None) -> int:
+    """End a child, if it is one. Returns: the status with which it ended."""
+    if child is None:
+        return 0
+    with contextlib.suppress(OSError):
+        child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        with contextlib.suppress(OSError):  # what could not be written any more
+            pipe.close()
+    return child.returncode
 
 
 def _read(child: subprocess.Popen[bytes], count: int, end: float) -> bytes:
