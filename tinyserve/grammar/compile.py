@@ -27,7 +27,7 @@ from .bits import forbid
 from .matcher import UNCONSTRAINED, Constraint, Matcher
 from .ordinary import Ordinary
 from .sayings import explained
-from .trial import PARENT_STACK, TooMuch, Trial, compiled, with_stack
+from .trial import PARENT_STACK, RETRY_SECONDS, TooMuch, Trial, compiled, with_stack
 from .words import Tokens, Words, words_of
 
 CACHED = 512  # grammars
@@ -35,7 +35,6 @@ CACHED_BYTES = 512 * 2**20
 LETTERS, SHORT = r'[^"\\\x00-\x1F\x7F]', (2, 4, 6)  # of a JSON text
 KNOWN, KNOWN_CHARACTERS = 1024, 256  # texts whose ids are kept, and their length
 WAIT_SECONDS = 20.0  # a request waits no longer for its grammar
-RETRY_SECONDS = 5  # until a retry makes sense: what waits stays in its place, and is compiled by then
 QUICK_SECONDS, SECONDS = 0.3, 3.0  # of one core, that a grammar may take at first, and in the thread for slow ones
 
 
@@ -117,10 +116,10 @@ class Grammars:
             return UNCONSTRAINED
         future = self.compiled(wanted)
         if future.done() and (error := future.exception()) is not None:
-            if not isinstance(error, RequestError):  # no grammar's fault: the next request tries anew
-                self._cache.pop(_key(wanted), None)
-                raise error
-            raise error.with_traceback(None)  # else it would keep the frames of every request that ever got it
+            if isinstance(error, RequestError):
+                raise error.with_traceback(None)  # else it would keep the frames of every request that ever got it
+            self._cache.pop(_key(wanted), None)  # no grammar's fault, and those that waited were told
+            future = self.compiled(wanted)
         params = request.sampling
         begun = request.prompt_ids[len(request.prompt_ids) - request.answered :]
         return Matcher(future, lambda: self.words, wanted, params.stop_token_ids, params.min_tokens, begun)
@@ -128,7 +127,7 @@ class Grammars:
     def compiled(self, wanted: Wanted) -> Compiled:
         """The grammar, compiled or on its way; None: only the thought is limited.
 
-        It fails with RequestError, or with what is no grammar's fault, and is then kept until somebody was told.
+        It fails with RequestError, or with what is no grammar's fault, and is then kept until the next one asks.
         """
         key = _key(wanted)
         found = self._cache.get(key)

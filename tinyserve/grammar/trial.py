@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import logging
 import random
 import signal
 import struct
@@ -43,6 +44,7 @@ from attrs import frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ..config import environment_to_start
+from ..errors import Overloaded
 from ..structured import Constraint
 from .asked import Asked
 from .numbers import Wrong
@@ -50,6 +52,7 @@ from .sayings import MAX_ALTERNATIVES
 
 MEMORY_BYTES = 256 * 2**20  # that one grammar may take
 START_SECONDS = 30.0  # for a new child, on a busy machine
+RETRY_SECONDS = 5  # until a grammar that could not be tried, or waited for others, may be there
 PATIENCE = 5.0  # so many times the seconds that a grammar may compute, on a busy machine
 FOLLOWED = 24  # tokens
 # Stacks of threads. The library goes into a grammar with them, and what has passed in a child must not be too deep for
@@ -66,6 +69,7 @@ _STARTING = threading.Lock()  # the size of stacks is the process's: one at a ti
 T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _READY = b"!"
+_log = logging.getLogger(__name__)
 _CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tinyserve.grammar.trial import child; child()"
 
 
@@ -73,8 +77,12 @@ class TooMuch(Exception):
     """A grammar took more time or memory than it may."""
 
 
-class NoChild(RuntimeError):
-    """The process could not be started; no grammar is to blame."""
+class NoChild(Overloaded):
+    """The process could not be started: there is no memory, or no descriptor, left; no grammar is to blame."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(f"Grammars cannot be tried now: {reason}.", retry_after=RETRY_SECONDS)
+        _log.error("the process that tries grammars did not start: %s", reason)
 
 
 @frozen
@@ -143,19 +151,22 @@ class Trial:
                 self._child = spare or self._started()
 
     def _start_spare(self) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(NoChild):
             if self._wary and self._spare is None and not self._closed:
                 self._spare = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-c", _CODE, json.dumps([str(folder) for folder in sys.path]), self._words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment_to_start(),
-            process_group=0,  # an interrupt from the terminal is not meant for it
-        )
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-c", _CODE, json.dumps([str(folder) for folder in sys.path]), self._words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment_to_start(),
+                process_group=0,  # an interrupt from the terminal is not meant for it
+            )
+        except OSError as error:
+            raise NoChild(error) from None
 
     def run(self, wanted: Constraint, seconds: float) -> Verdict:
         """What comes of a grammar. seconds: of one core, at most. Raises: TooMuch; NoChild."""
@@ -194,7 +205,7 @@ class Trial:
             _read(child, len(_READY), time.monotonic() + START_SECONDS)
         except (OSError, EOFError, ValueError):
             self._end()
-            raise NoChild(f"the process that tries grammars did not start: {sys.executable} -c ...") from None
+            raise NoChild(f"{sys.executable} -c ... did not start") from None
         self._ready = True
 
     def close(self) -> None:
