@@ -1,6 +1,8 @@
 """Structural tags: free text in which marks are followed by constrained parts, as one grammar.
 
-Parts may have a `name`, which is told where one is wrong: a request may hold hundreds of tools.
+Parts may have a `name`, which is told where one is wrong: a request may hold hundreds of tools. A `const_string` may be
+`"plain": true`: then it is a text also where it looks like a special token, which it stands for otherwise. Both are
+words of ours, not of the form that others read.
 
 Before: schema.py.  After: asked.py.
 """
