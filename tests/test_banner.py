@@ -47,9 +47,9 @@ def greeted(**options):
 
 
 def lines_of(banner, first, last):
-    """The lines from one that begins so to one that begins so, without their indentation."""
-    lines = [line.removeprefix("  ") for line in banner.splitlines()]
-    start = next(number for number, line in enumerate(lines) if line.startswith(first))
+    """The lines from one that begins so to one that begins so, as they stand there."""
+    lines = banner.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.lstrip().startswith(first))
     end = next(number for number in range(start, len(lines)) if lines[number].lstrip().startswith(last))
     return "\n".join(lines[start : end + 1])
 

@@ -82,7 +82,7 @@ _SAME = """\
     disable_hybrid_kv_cache_manager false
     disable_log_requests true
     disable_uvicorn_access_log true
-    distributed_executor_backend uni
+    distributed_executor_backend uni mp
     enable_layerwise_nvtx_tracing false
     enable_log_deltas true false
     enable_log_outputs false

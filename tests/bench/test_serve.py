@@ -407,3 +407,10 @@ def test_mistakes_are_one_line(argv, said, capsys):
     assert main(["bench", "serve", *argv]) in (1, 2)
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+def test_what_is_waited_for_is_said(capsys):
+    """Ten minutes without a word, when no server was there."""
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0.1"]) == 1
+    waiting, failed = capsys.readouterr().err.splitlines()
+    assert "waiting for http://127.0.0.1:9, 0.1 s at most (no connection" in waiting and "not ready" in failed

@@ -144,6 +144,7 @@ def prompts(options: argparse.Namespace) -> list[Prompt]:
 async def first_model(server: Server, seconds: float) -> str:
     """The first model that is served; waits until the server is ready. Raises: EngineError: it is not in time."""
     deadline = time.monotonic() + seconds
+    told = False
     while True:
         body: list[bytes] = []
         try:
@@ -160,6 +161,9 @@ async def first_model(server: Server, seconds: float) -> str:
             problem = "/v1/models does not answer as OpenAI's API does"
         if time.monotonic() >= deadline:
             raise EngineError(f"{server.url} is not ready: {problem}")
+        if not told:
+            told = True
+            print(f"waiting for {server.url}, {seconds:g} s at most ({problem}); Ctrl-C ends it", file=sys.stderr)
         await asyncio.sleep(0.5)
 
 

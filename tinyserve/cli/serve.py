@@ -105,7 +105,9 @@ def _greet(text: str) -> None:
 
 
 def _welcome(address: str, service: Service, seconds: float) -> str:
-    """What to try, once the server is ready: each line works as it is pasted, but for a key, which is not shown."""
+    """What to try, once the server is ready: each line works as it is pasted, but for a key, which is not shown.
+
+    Python's lines are not indented: it would not take them."""
     engine, options = service.engine, service.config.server
     name, url = engine.served_names[0], _url(address, options)
     question = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -115,8 +117,8 @@ def _welcome(address: str, service: Service, seconds: float) -> str:
     arguments = f'base_url="{url}/v1", api_key="{"<key>" if options.api_key else "none"}"'
     imports = "from openai import OpenAI"
     if options.uds:
-        imports = f"import httpx\n  {imports}"
-        arguments += f",\n    http_client=httpx.Client(transport=httpx.HTTPTransport(uds={json.dumps(options.uds)}))"
+        imports = f"import httpx\n{imports}"
+        arguments += f",\n  http_client=httpx.Client(transport=httpx.HTTPTransport(uds={json.dumps(options.uds)}))"
     return f"""
 Ready in {seconds:.1f} s: {log.printable(name)}, context {engine.max_model_len} tokens, at {address}
 
@@ -124,11 +126,11 @@ Ready in {seconds:.1f} s: {log.printable(name)}, context {engine.max_model_len} 
   curl{socket} {quote(f"{url}/v1/chat/completions")}{key} -H 'Content-Type: application/json' \\
     -d {quote(json.dumps(question))}
 
-  {imports}
-  client = OpenAI({arguments})
-  answer = client.chat.completions.create(
-    model={json.dumps(name)}, messages=[{{"role": "user", "content": "Hello!"}}])
-  print(answer.choices[0].message.content)
+{imports}
+client = OpenAI({arguments})
+answer = client.chat.completions.create(
+  model={json.dumps(name)}, messages={json.dumps(question["messages"])})
+print(answer.choices[0].message.content)
 {_terminal(address, url, options)}{_remarks(options)}"""
 
 
