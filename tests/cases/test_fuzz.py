@@ -12,7 +12,7 @@ from .mutate import request
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1800)]
 AT_ONCE, PATIENCE = 16, 5.0
-LIMIT = 0.1
+LIMIT, ROUNDS = 0.1, 3
 
 
 async def answer(host, port, sent):
@@ -59,28 +59,35 @@ def check(found, sent):
 
 
 async def test_no_request_hurts(tok, request_count):
-    """Seeds 0 .. N-1 (`--fuzz N`); a failure names its seed."""
+    """Seeds 0 .. N-1 (`--fuzz N`); a failure names its seed.
+
+    A request that holds the loop holds it each time that it is sent. A gap that does not come again when all of them
+    are sent once more was the machine's: once in some runs of all tests, whose other processes take the cores.
+    """
+    requests, gaps = [request(seed) for seed in range(request_count)], []
     async with serving(FlatModel(), tok, socket=True, max_num_seqs=32, num_gpu_blocks_override=400) as server:
         where = server.http.base_url
-        numbered, left = enumerate([request(seed) for seed in range(request_count)]), []
+        while len(gaps) < ROUNDS and (not gaps or gaps[-1].worst >= LIMIT):
+            numbered, left = enumerate(requests), []
 
-        async def client():
-            for seed, sent in numbered:
-                found = await answer(where.host, where.port, sent)
-                if found is None:
-                    left.append(seed)
-                    continue
-                try:
-                    check(found, sent)
-                except Exception as error:
-                    raise AssertionError(f"seed {seed}: {sent.body[:300]}") from error
+            async def client(numbered=numbered, left=left):
+                for seed, sent in numbered:
+                    found = await answer(where.host, where.port, sent)
+                    if found is None:
+                        left.append(seed)
+                        continue
+                    try:
+                        check(found, sent)
+                    except Exception as error:
+                        raise AssertionError(f"seed {seed}: {sent.body[:300]}") from error
 
-        async with watched() as lag:
-            await asyncio.gather(*(client() for _ in range(AT_ONCE)))
-        await server.settled(PATIENCE)
+            async with watched() as lag:
+                await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+            await server.settled(PATIENCE)
+            gaps.append(lag)
+            assert len(left) < request_count / 20, f"no answer in time: {left[:10]}"
 
-    assert lag.worst < LIMIT, lag
-    assert len(left) < request_count / 20, f"no answer in time: {left[:10]}"
+    assert gaps[-1].worst < LIMIT, "\n\n".join(map(str, gaps))
 
 
 @pytest.fixture

@@ -73,13 +73,20 @@ async def load(
         await asyncio.gather(*tasks)
     except asyncio.CancelledError:
         run.stopped = True
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _ended(tasks)
     finally:
         run.seconds, run.cpu = time.perf_counter() - began, time.process_time() - used
         bar.close()
     return run
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel until all have ended: a cancellation that meets the end of what a task waits for can be lost in it."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=1.0)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def progress_bar(total: int, *, shown: bool) -> tqdm:
