@@ -39,15 +39,19 @@ async def both(text, tok, **body):
 
 
 @pytest.mark.anyio
-async def test_a_call_is_streamed_as_it_is_told(tok):
-    """a: one name, one id, an index in every delta; the join parses; reason tool_calls; no markup."""
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_call_is_streamed_as_it_is_told(tok, held):
+    """a: one name, one id, an index in every delta; the join parses; reason tool_calls; no markup.
+
+    held: by a grammar, so that arguments are passed on as they come; else when they are whole.
+    """
     assert len(script(CALL).script) == 70
-    whole, stream = await both(CALL, tok)
+    whole, stream = await both(CALL, tok, tools=[{**F, "function": {**F["function"], "strict": held}}])
     calls, content, pieces = calls_of(stream)
     assert list(calls) == [0] and content == "" and all("index" in piece for piece in pieces)
     assert calls[0]["name"] == ["f"] and len(calls[0]["id"]) == 1
     assert json.loads(calls[0]["arguments"]) == GIVEN
-    assert len(pieces) > 10, "arguments are passed on as they come"
+    assert len(pieces) > 10 if held else len(pieces) == 2
     message = whole.choices[0]["message"]
     (call,) = message["tool_calls"]
     assert call["type"] == "function" and call["id"] and call["function"]["name"] == "f"
@@ -91,6 +95,33 @@ async def test_what_is_no_call_is_text(tok):
     whole, stream = await both(text, tok)
     assert whole.text == stream.text == text
     assert whole.reason == "stop" and "tool_calls" not in whole.choices[0]["message"]
+
+
+@pytest.mark.anyio
+async def test_a_call_that_breaks_is_text_on_every_route(tok):
+    """The stream showed a call with the arguments {"a": and then, as the whole answer does, all of it as text."""
+    text = 'Hm. <tool_call>\n{"name": "f", "arguments": {"a":NaN}}\n</tool_call>'
+    async with serving(script(text), tok, tool_call_parser="hermes") as server:
+        whole, stream = await server.both(CHAT, ASK)
+        assert whole.text == stream.text == text and whole.reason == "stop" and not calls_of(stream)[0]
+        asked = {"model": "tiny", "input": "Hi", "tools": [{"type": "function", **F["function"]}], "temperature": 0}
+        (item,) = (await server.ask("/v1/responses", asked)).body["output"]
+        assert item["content"][0]["text"] == text
+        found = await told(server, "/v1/responses", asked)
+        assert "".join(each["delta"] for each in found if each["type"] == "response.output_text.delta") == text
+        assert [each["item"]["type"] for each in found if each["type"].endswith("item.added")] == ["message"]
+        tool = {"name": "f", "input_schema": {"type": "object"}}
+        asked = {**HI, "tools": [tool], "max_tokens": 200, "temperature": 0}
+        answer = (await server.ask("/v1/messages", asked)).body
+        assert answer["content"] == [{"type": "text", "text": text}] and answer["stop_reason"] == "end_turn"
+        found = await told(server, "/v1/messages", asked)
+        assert "".join(each["delta"]["text"] for each in found if each["type"] == "content_block_delta") == text
+
+
+async def told(server, path, body):
+    """The events of a stream whose events have names."""
+    lines = (await server.http.post(path, json={**body, "stream": True})).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
 
 @pytest.mark.anyio

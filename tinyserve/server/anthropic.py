@@ -110,7 +110,7 @@ async def messages(request: Request, service: Service) -> Generation:
     sampling = read_sampling(fields, engine.default_sampling, stream=stream, **decided)
     more = request_options(fields, service)
     conversation, ids = await _encoded(fields, service, plan)
-    readings = Readings.of(engine, plan, ids)
+    readings = Readings.of(engine, plan, ids, sampling)
     sampling = await readings.prepared(sampling)
     name = "msg_" + uuid.uuid4().hex
     log_request(service.config.log, f"{name} {name_of(request, fields)}", sampling, len(ids), conversation)

@@ -92,6 +92,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         engine,
         plan,
         ids,
+        sampling,
         thoughts=fields.flag("include_reasoning", True),
         special=fields.raw("skip_special_tokens") is False,
     )

@@ -1,6 +1,6 @@
 """Answers taken apart while they are written: text, thoughts and calls, the same whole and streamed.
 
-    Output -> Machine (text/parsers) -> events -> deltas of the chat route, or parts of a response's or message's blocks
+    Output -> Machine, Checked (text/parsers) -> events -> deltas of the chat route, or parts of a message's blocks
 
 One `Reading` belongs to one answer. It also knows how an answer ended: with calls or without, and how many of its
 tokens were a thought.
@@ -20,6 +20,7 @@ from attrs import evolve, frozen
 from ..errors import RequestError
 from ..grammar.thought import Gate
 from ..request import FinishReason, Output, SamplingParams
+from ..text.parsers.checked import Checked
 from ..text.parsers.events import Event, Kind, Parsed
 from ..text.parsers.registry import Parsing
 from . import blocks
@@ -37,6 +38,7 @@ class Readings:
         tokenizer: of the engine.   prompt: the end of the prompt.
         thoughts: whether thoughts are told; else they are left out of the answer.
         special: whether the client asked to see special tokens.
+        form: whether the client asked for a form, which takes the place of the grammar of tools.
     """
 
     parsing: Parsing
@@ -45,12 +47,16 @@ class Readings:
     prompt: str
     thoughts: bool = True
     special: bool = False
+    form: bool = False
 
     @classmethod
     def of(
-        cls, engine: Any, plan: ToolPlan, prompt_ids: Sequence[int], *, thoughts: bool = True, special: bool = False
+        cls, engine: Any, plan: ToolPlan, prompt_ids: Sequence[int], sampling: SamplingParams, **asked: bool
     ) -> Readings:
-        """For a prompt. Raises: RequestError: the model has tools to choose from, but how it calls them is unknown."""
+        """For a prompt. sampling: as the client asks for it.   asked: thoughts, special.
+
+        Raises: RequestError: the model has tools to choose from, but how it calls them is unknown.
+        """
         parsing = engine.parsing
         if plan.mode == "auto" and parsing.tools is None:
             raise RequestError(
@@ -59,14 +65,9 @@ class Readings:
                 param="tools",
             )
         prompt = engine.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
-        return cls(
-            parsing=evolve(parsing, special=()) if special else parsing,
-            plan=plan,
-            tokenizer=engine.tokenizer,
-            prompt=prompt,
-            thoughts=thoughts,
-            special=special,
-        )
+        parsing = evolve(parsing, special=()) if asked.get("special") else parsing
+        form = sampling.structured_outputs is not None
+        return cls(parsing=parsing, plan=plan, tokenizer=engine.tokenizer, prompt=prompt, form=form, **asked)
 
     @property
     def plain(self) -> bool:
@@ -100,6 +101,14 @@ class Readings:
         """The tool whose arguments are all of the answer's text, or ""."""
         return self.plan.name if self.parsing.written.thought is None else ""
 
+    def certain(self, name: str) -> bool:
+        """Whether a call of this tool that has begun can turn out to be nothing else."""
+        parsing = self.parsing
+        calls = parsing.tools.calls if parsing.tools else None
+        # A call that ends a thought begins where no grammar holds.
+        held = not (self.form or (calls and calls.ends_thought and parsing.reads_thoughts))
+        return held and self.plan.holds_call(name, parsing.written)
+
     def new(self) -> Reading:
         """The reading of one answer."""
         plan, parsing = self.plan, self.parsing
@@ -131,6 +140,7 @@ class Reading:
 
     def __init__(self, machine: Any, asked: Readings, gate: Gate | None) -> None:
         self._machine = machine
+        self._checked = Checked(asked.certain)
         self._asked = asked
         self._gate = gate
         self._named = asked.named
@@ -139,7 +149,7 @@ class Reading:
         self.reasoning_tokens = 0
 
     def take(self, output: Output) -> list[Event]:
-        """The events that an output makes. What this output itself takes back is not told at all."""
+        """The events that an output makes."""
         self._count(output.token_ids)
         events = self._machine.feed(output.text)
         if output.finished:
@@ -147,7 +157,9 @@ class Reading:
             events += self._machine.finish(cut=not own)
             if self._named:
                 events.append(Event(Kind.CALL_END, index=0))
-        events = _settled(self._as_named(events) if self._named else events)
+        events = self._checked.take(events, last=output.finished)
+        if self._named:
+            events = list(self._as_named(events))
         if not self._asked.plan.parallel:
             events = [event for event in events if event.index <= 0]
         if not self._asked.thoughts:
@@ -187,7 +199,7 @@ class Reading:
         """The same as parts of blocks, for the protocols that write those."""
         for event in self.take(output):
             match event.kind:
-                case Kind.TEXT | Kind.CALL_BROKEN | Kind.NO_THOUGHT:
+                case Kind.TEXT | Kind.THOUGHT_ONLY:
                     yield blocks.Part(blocks.TEXT, event.text)
                 case Kind.THOUGHT:
                     yield blocks.Part(blocks.THOUGHT, event.text)
@@ -216,45 +228,24 @@ class Reading:
         self.reasoning_tokens = self._gate.tokens
 
 
-def _settled(events: Iterable[Event]) -> list[Event]:
-    """Events without those that a later one of them takes back."""
-    kept: list[Event] = []
-    for event in events:
-        if event.kind is Kind.CALL_BROKEN and any(
-            each.kind is Kind.CALL_BEGIN and each.index == event.index for each in kept
-        ):
-            kept = [each for each in kept if each.index != event.index]
-            event = Event(Kind.TEXT, event.text)
-        elif event.kind is Kind.NO_THOUGHT:
-            whole = "".join(each.text for each in kept if each.kind is Kind.THOUGHT)
-            if whole.strip() == event.text.strip():
-                kept = [each for each in kept if each.kind is not Kind.THOUGHT]
-                event = Event(Kind.TEXT, event.text)
-        kept.append(event)
-    return kept
-
-
 # ---- the chat route's words for events
 
 
 def deltas(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Chat deltas for events, as few as possible: each holds a text, a thought, or pieces of calls."""
-    found: list[dict[str, Any]] = []
-    for event in events:
-        match event.kind:
-            case Kind.TEXT | Kind.CALL_BROKEN | Kind.NO_THOUGHT:
-                found.append({"content": event.text})
-            case Kind.THOUGHT:
-                found.append({"reasoning": event.text, "reasoning_content": event.text})
-            case Kind.CALL_BEGIN:
-                function = {"name": event.name, "arguments": ""}
-                call = {"index": event.index, "id": event.id, "type": "function", "function": function}
-                found.append({"tool_calls": [call]})
-            case Kind.CALL_ARGS:
-                last = found[-1].get("tool_calls", [{}])[-1] if found else {}
-                if last.get("index") == event.index:
-                    last["function"]["arguments"] += event.text
-                else:
-                    piece = {"index": event.index, "function": {"arguments": event.text}}
-                    found.append({"tool_calls": [piece]})
-    return found
+    """Chat deltas for events: each holds a text, a thought, the beginning of a call, or a piece of its arguments."""
+    return [delta for event in events if (delta := _delta(event)) is not None]
+
+
+def _delta(event: Event) -> dict[str, Any] | None:
+    match event.kind:
+        case Kind.TEXT | Kind.THOUGHT_ONLY:
+            return {"content": event.text}
+        case Kind.THOUGHT:
+            return {"reasoning": event.text, "reasoning_content": event.text}
+        case Kind.CALL_BEGIN:
+            function = {"name": event.name, "arguments": ""}
+            call = {"index": event.index, "id": event.id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case Kind.CALL_ARGS:
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return None

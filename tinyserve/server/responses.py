@@ -81,7 +81,7 @@ async def create(request: Request, service: Service) -> Any:
     before = _before(fields, service)
     messages = read_input(fields, before.conversation if before else [])
     ids = await _encoded(engine, fields, messages, service, plan)
-    readings = Readings.of(engine, plan, ids, special=fields.raw("skip_special_tokens") is False)
+    readings = Readings.of(engine, plan, ids, sampling, special=fields.raw("skip_special_tokens") is False)
     sampling, reading = await readings.prepared(sampling), readings.new()
     log_request(service.config.log, f"{name} {name_of(request, fields)}", sampling, len(ids), messages)
     kept: Kept | None = None

@@ -62,6 +62,10 @@ class ToolPlan:
         may = bool(written.trigger or written.first or written.answer)
         return self.mode == "auto" and bool(self.strict) and may
 
+    def holds_call(self, name: str, written: Written) -> bool:
+        """Whether a grammar makes each call of this tool one that can be read."""
+        return self.forced or (self.holds(written) and (written.parameter is None or self._is_held(name, written)))
+
     @property
     def large(self) -> bool:
         """Whether a grammar of it takes more than a moment to make."""

@@ -148,7 +148,7 @@ def test_thoughts_that_the_prompt_opens_or_closes(form):
         unclosed = read(form, pieces, cut=True, **opened)
         assert (unclosed.text, unclosed.thought) == ("", "Hm. Yes.")
         stopped = read(form, pieces, **opened)
-        assert (stopped.text, stopped.thought) == ("Hm. Yes.", "")  # it did not think at all
+        assert (stopped.text, stopped.thought) == ("Hm. Yes.", "Hm. Yes.")  # it did not think at all; told as it came
         own = read(form, [begin, "\n", *pieces], cut=True)
         assert (own.text, own.thought) == ("", "Hm. Yes.")
     closed = read(form, [f"Hm.\n{end}\n\nYes."], **opened)

@@ -2,11 +2,11 @@
 
     TEXT "Let me look." | CALL_BEGIN 0 "weather" | CALL_ARGS 0 '{"city": ' | CALL_ARGS 0 '"Oslo"}' | CALL_END 0
 
-Events only ever add. The two exceptions say so: a call that had begun can turn out to be no call (CALL_BROKEN), and a
-thought that the prompt had opened can turn out to be the answer (NO_THOUGHT). Both carry the text that was meant, so
-that a reader who has shown the beginning already gets nothing less than one who waited.
+Events only ever add, with one exception: a call that had begun can turn out to be no call (CALL_BROKEN). It carries the
+text that was meant; checked.py keeps such beginnings from whoever cannot take them back. A thought that the prompt had
+opened and nothing closed may have been the answer (THOUGHT_ONLY): it is both then.
 
-Before: request.py (the text of an answer).  After: machine.py (makes events), server/ (sends them).
+Before: request.py (the text of an answer).  After: machine.py (makes events), checked.py, server/ (sends them).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Kind(enum.Enum):
     CALL_ARGS = "call-args"  # the next piece of the JSON text of the arguments
     CALL_END = "call-end"  # the arguments are complete
     CALL_BROKEN = "call-broken"  # what had begun is no call; text: everything that was taken for it
-    NO_THOUGHT = "no-thought"  # text: all thoughts so far, which were the answer
+    THOUGHT_ONLY = "thought-only"  # text: all thoughts so far, behind which no answer came; it is the answer, too
 
 
 @frozen
@@ -79,12 +79,10 @@ class Parsed:
         """Take in more events; returns itself."""
         for event in events:
             match event.kind:
-                case Kind.TEXT:
+                case Kind.TEXT | Kind.THOUGHT_ONLY:
                     self.text += event.text
                 case Kind.THOUGHT:
                     self.thought += event.text
-                case Kind.NO_THOUGHT:
-                    self.text, self.thought = self.text + event.text, ""
                 case Kind.CALL_BEGIN:
                     self.calls[event.index] = ParsedCall(event.name, id=event.id)
                 case Kind.CALL_ARGS:

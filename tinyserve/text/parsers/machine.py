@@ -9,7 +9,7 @@ What may still become a mark is kept back, nothing else. Every decision depends 
 was cut into pieces, so a stream and a whole answer give the same events. What was taken for a call and is none goes out
 as text, from the first character of its mark on, and reading goes on behind it.
 
-Before: table.py, calls.py, events.py.  After: registry.py, server/tools.py.
+Before: table.py, calls.py, events.py.  After: checked.py, registry.py, server/reading.py.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Machine:
         if self._blank and not self._said:
             self._events.append(Event(Kind.TEXT, self._blank))
         if self.thinking and self._thoughts and not cut:
-            self._events.append(Event(Kind.NO_THOUGHT, "".join(self._thoughts)))
+            self._events.append(Event(Kind.THOUGHT_ONLY, "".join(self._thoughts)))
 
     # ---- one step
 
