@@ -144,8 +144,12 @@ async def test_too_many_optional_properties_are_counted_at_once(tok):
     names = {f"p{number}": {"type": "integer"} for number in range(5000)}
     many = {"type": "object", "properties": names, "additionalProperties": False}
     async with serving(FlatModel(), tok) as server:
-        reply = await server.ask(CHAT, {**HI, **schema(many)})
-        assert reply.status == 400 and reply.seconds < 2.5
+        await server.ask(CHAT, {**HI, **GOOD, "max_tokens": 2})  # the process that tries grammars has started
+        # Each is another schema, so that none is answered from the cache; other work on this machine is not counted.
+        asked = [schema({**many, "title": f"number {number}"}) for number in range(3)]
+        replies = [await server.ask(CHAT, {**HI, **body}) for body in asked]
+        reply = min(replies, key=lambda one: one.seconds)
+        assert reply.status == 400 and reply.seconds < 0.5
         assert "5000 optional properties" in reply.error["message"] and "'required'" in reply.error["message"]
         reply = await server.ask(CHAT, {**HI, **schema({**many, "required": list(names)}), "max_tokens": 5})
         assert reply.status == 200
