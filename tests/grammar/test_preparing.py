@@ -76,7 +76,7 @@ def test_chains_of_references_are_one_step():
     assert takes("1", json=chain(5000, lambda to: {"$ref": to, "title": "x"}))
     assert not takes("2", json=chain(70, lambda to: {"$ref": to}))
     assert takes("1", json=chain(90, lambda to: {"allOf": [{"$ref": to}]}))
-    assert "more than 200 schemas" in fault(chain(300, lambda to: {"allOf": [{"$ref": to}]}))
+    assert "more than 100 schemas" in fault(chain(101, lambda to: {"allOf": [{"$ref": to}]}))  # was 200, of 101
     assert "nested too deeply, or references lead too deep" in fault(
         chain(3000, lambda to: {"type": "object", "properties": {"a": {"$ref": to}}})
     )
@@ -145,6 +145,43 @@ def test_what_stands_under_a_remark_is_a_schema_only_if_a_reference_leads_there(
     assert [pointer(place) for place, _ in Document(schema).parts] == ["#"]
     referring = {**schema, "allOf": [{"$ref": "#/parts/a"}]}
     assert fault(referring).endswith("at #/parts/a: minimum must be a number, is 'x'")
+
+
+def test_remarks_stay_remarks_where_schemas_have_names():
+    """One nested $id, and {"example": {"type": "cat"}} was "type is 'cat'"; what a pointer leads to is held still."""
+    cat = {"type": "cat", "required": True}
+    inner = {"$id": "http://x/a", "type": "string", "example": cat, "x-ui": cat, "parts": {"p": {"minimum": "x"}}}
+    schema = {"$ref": "http://x/a", "$defs": {"A": inner}}
+    assert takes('"a"', json=schema)
+    assert takes(
+        '"a"', json={**schema, "examples": [cat], "x-order": cat, "$defs": {"B": {"$ref": "http://x/a"}, "A": inner}}
+    )
+    for reference in ("http://x/a#/parts/p", "#/parts/p"):
+        there = {**inner, "allOf": [{"$ref": reference}]}
+        told = "at #/$defs/A/parts/p: minimum must be a number"
+        assert told in fault({**schema, "$defs": {"A": there}}), reference
+    kept = {"$ref": "http://x/a", "$defs": {"A": {**inner, "uniqueItems": True, "type": "array"}}}
+    assert "uniqueItems" in fault(kept)
+
+
+def test_definitions_that_nothing_uses_say_nothing():
+    """A dangling $ref in one of them refused a whole document of an API; where it is used, it is told."""
+    unused = {"A": {"$ref": "#/definitions/none"}, "B": {"enum": []}, "C": {"type": "cat"}, "D": {"$ref": "#/$defs/A"}}
+    for form in ({"type": "integer"}, {"enum": [1]}, {"$ref": "#/$defs/E"}):
+        assert takes("1", json={**form, "$defs": {**unused, "E": {"type": "integer"}}})
+    for name, told in (("A", "leads nowhere"), ("B", "an empty list"), ("C", "type is 'cat'"), ("D", "leads nowhere")):
+        assert told in fault({"items": {"$ref": f"#/$defs/{name}"}, "type": "array", "$defs": unused})
+
+
+def test_long_regexes_are_told_by_their_beginning_with_what_is_wrong():
+    """The library's words were told, cut off before the reason."""
+    brackets = "(" * 300 + ")" * 300
+    for form in ({"regex": brackets}, {"json": {"type": "string", "pattern": brackets}}):
+        told = fault(None, **form)
+        assert "the regex ((((" in told and told.endswith("(250)") and len(told) < 250
+    patterns = [{"pattern": f"^(a|b|1)*[ab]{{{number % 7 + 3}}}c$"} for number in range(30)]
+    assert "too much to be followed at once" in fault({"type": "string", "allOf": patterns})
+    assert "json-schema:///" not in fault({"$ref": "#/$defs/no", "$defs": {"no": False}})
 
 
 @pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "((ab){300}c{2,400}){900}", "x(?:[a-z]{10,90}){5000}"])

@@ -3,7 +3,8 @@
     {"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {"b": {}}}
         ->  #   #/properties/a   #/properties/a/items   #/$defs/b
 
-What stands under a word that JSON Schema does not know is a remark and no schema, unless a reference leads there.
+What stands under a word that JSON Schema does not know is a remark and no schema, unless a reference leads there; a
+definition that no reference leads to says nothing of any value, and is passed over like a remark.
 
 Before: numbers.py (what is wrong).  After: shapes.py, keywords.py, references.py, apart.py, schema.py.
 """
@@ -20,7 +21,8 @@ from .numbers import Schema, Wrong
 
 MAX_DEPTH = 64
 ANNOTATIONS = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
-WITH_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+DEFINITIONS = ("$defs", "definitions")
+WITH_SCHEMAS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 HOLDING = (
     *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "items", "prefixItems", "additionalItems", "contains"),
     *("additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
@@ -62,22 +64,22 @@ class Document:
         self._ends: dict[str, str | None] = {}
         self._seen: set[int] = set()
         self.parts: list[tuple[Place, Schema]] = []
-        self._collect((), root, everything)
-        inside = [part for _, part in self.parts if part is not root]
-        # A schema with a name of its own is a place that its references start from.
-        self.plain = not any(isinstance(part.get(word), str) for part in inside for word in ("$id", "id"))
+        self._everything, self._named = everything, False
+        self._collect()
         if not everything and not (self.plain and all(self._is_known(part) for _, part in self.parts)):
-            self._seen.clear()  # a reference may lead anywhere
+            self._seen.clear()  # a reference may mean any definition, and any place that its pointer leads to
             self.parts.clear()
-            self._collect((), root, True)
+            self._named = True
+            self._collect()
 
     def of(self, reference: Any) -> Any:
         """What a reference leads to. None: nothing that is found here, such as another document, or an anchor."""
-        if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
+        way = _way(reference)
+        if way is None:
             return None
-        if reference not in self._found:
-            self._found[reference] = self._follow(reference)
-        return self._found[reference]
+        if way not in self._found:
+            self._found[way] = _follow(self.root, way)
+        return self._found[way]
 
     def end(self, reference: str) -> str | None:
         """The last one of references that only lead from one to the next. None: they go round in a circle."""
@@ -98,17 +100,22 @@ class Document:
         end = self.end(part["$ref"]) if is_reference(part) else None
         return part if end is None else self.of(end)
 
-    def _collect(self, place: Place, value: Any, everything: bool) -> None:
-        waiting, asked = deque([(place, value)]), set()
+    def _collect(self) -> None:
+        waiting, bases, ways = deque([((), self.root)]), [((), self.root)], dict.fromkeys([""])
         while waiting:
-            for found, part in self._inside(*waiting.popleft(), everything):
-                self.parts.append((found, part))
-                reference = part.get("$ref")
-                if isinstance(reference, str) and reference not in asked and self.of(reference) is not None:
-                    asked.add(reference)
-                    waiting.append((_place(reference), self.of(reference)))
+            for place, part in self._inside(*waiting.popleft()):
+                self.parts.append((place, part))
+                if self._named and _has_name(part) and part is not self.root:
+                    bases.append((place, part))
+                    waiting += [(_along(place, way), _follow(part, way)) for way in ways]
+                way = _way(part.get("$ref"), self._named)
+                if way is not None and way not in ways:
+                    ways[way] = None
+                    waiting += [(_along(start, way), _follow(base, way)) for start, base in bases]
+        # A schema with a name of its own is a place that its references start from.
+        self.plain = not any(_has_name(part) for _, part in self.parts if part is not self.root)
 
-    def _inside(self, place: Place, value: Any, everything: bool) -> Iterator[tuple[Place, Schema]]:
+    def _inside(self, place: Place, value: Any) -> Iterator[tuple[Place, Schema]]:
         stack = [(place, value, 0)]
         while stack:
             place, value, depth = stack.pop()
@@ -122,24 +129,21 @@ class Document:
             yield place, value
             inner = []
             for name, held in value.items():
+                if name in DEFINITIONS and not (self._everything or self._named):
+                    continue
                 if name in WITH_SCHEMAS and isinstance(held, dict):
                     inner += [(((place, name), key), each, depth + 1) for key, each in held.items()]
-                elif name in HOLDING or (everything and name not in _NO_SCHEMAS):
+                elif name in HOLDING or (self._everything and name not in _NO_SCHEMAS):
                     inner.append(((place, name), held, depth + 1))
             stack += reversed(inner)
 
     def _is_known(self, part: Schema) -> bool:
         reference = part.get("$ref")
-        return not isinstance(reference, str) or (reference + "/").startswith("#/")
+        return not isinstance(reference, str) or _way(reference) is not None
 
-    def _follow(self, reference: str) -> Any:
-        found = self.root
-        for step in _steps(reference):
-            if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", step):
-                found = found[int(step)] if int(step) < len(found) else None
-            else:
-                found = found.get(step) if isinstance(found, dict) else None
-        return found
+
+def _has_name(part: Schema) -> bool:
+    return any(isinstance(part.get(word), str) for word in ("$id", "id"))
 
 
 def is_reference(part: Any) -> bool:
@@ -149,12 +153,29 @@ def is_reference(part: Any) -> bool:
     return all(name == "$ref" or name in ANNOTATIONS for name in part)
 
 
-def _steps(reference: str) -> list[str]:
-    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference[1:]).split("/")[1:]]
+def _way(reference: Any, named: bool = False) -> str | None:
+    """The pointer of a reference, without its "#"; None: it has none. named: also behind the name of a document."""
+    if not isinstance(reference, str):
+        return None
+    name, mark, way = reference.partition("#")
+    return way if mark and (named or not name) and (not way or way[0] == "/") else None
 
 
-def _place(reference: str) -> Place:
-    place: Place = ()
-    for step in _steps(reference):
+def _steps(way: str) -> list[str]:
+    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(way).split("/")[1:]]
+
+
+def _along(place: Place, way: str) -> Place:
+    for step in _steps(way):
         place = (place, step)
     return place
+
+
+def _follow(found: Any, way: str) -> Any:
+    """What stands there, seen from a schema; None: nothing."""
+    for step in _steps(way):
+        if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", step):
+            found = found[int(step)] if int(step) < len(found) else None
+        else:
+            found = found.get(step) if isinstance(found, dict) else None
+    return found

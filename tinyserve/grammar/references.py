@@ -15,7 +15,7 @@ from ..errors import shown
 from .numbers import Schema, Wrong
 from .places import Document, at
 
-MAX_STEPS = 200  # schemas that references and choices lead through, one to the next, before anything is written
+MAX_STEPS = 100  # schemas that choices and references lead through, one to the next, before anything is written
 ENDLESS = "no text satisfies it: a rule or $ref leads back to itself, or it contradicts itself."
 
 
@@ -108,7 +108,7 @@ class _Search:
             return True
         if not isinstance(part, dict) or id(part) in self._passed:
             return False
-        if depth > MAX_STEPS:
+        if depth > 2 * MAX_STEPS:  # a choice, and the reference in it
             raise Wrong(
                 f"references and choices lead through more than {MAX_STEPS} schemas, one to the next; put what they "
                 "lead to in their place"

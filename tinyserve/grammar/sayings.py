@@ -14,6 +14,8 @@ MAX_ALTERNATIVES = 12_000  # that the library follows: 3000 optional properties,
 LENGTH = 300  # characters of what it says that are read
 _EXCERPT = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"^at [0-9()]+: failed to compile JSON schema: ")  # in a grammar that nobody sent
+_REGEX = "regex parse error: "  # then the regex, with marks below it, and what is wrong
+SHOWN = 100  # characters of it
 NOTHING = "nothing satisfies it"
 
 
@@ -47,7 +49,6 @@ _SAYINGS = (
     (r".*Schema intersection stack level.*", "references or choices that lead to others go too deep in it; nest fewer"),
     (r".*Value for 'multipleOf' has too many digits: (\S+).*", r"multipleOf \1 has too many digits; use a smaller one"),
     (r".*Failed to generate regex for .* range.*", "no number lies between its minimum and its maximum"),
-    (r".*regex parse error: (.+?)[ ^]* error: (.+)", r"the regex \1 cannot be read: \2"),
     (
         r".*lookarounds not supported yet; \S+ in regex /(.+)/.*",
         r"the regex \1 looks at what is beside it (\\b and the like), which cannot be followed; leave that out",
@@ -63,11 +64,19 @@ _SAYINGS = (
         r".*Unsatisfiable schema: Regex is empty.*",
         f"{NOTHING}: no text has its pattern, format and length at once; leave one out",
     ),
+    (
+        r".*Unable to determine if regex is empty.*",
+        "its patterns, formats and lengths are too much to be followed at once; leave some out, or write one pattern",
+    ),
     (r".*Unsatisfiable schema: incompatible types.*", f"{NOTHING}: its types and values exclude each other"),
     (r".*Unsatisfiable schema: anyOf is empty.*", f"{NOTHING}: each of its choices contradicts itself or the rest"),
     (
         r".*schema too large|.*too many expressions constructed|.*grammar too large.*",
         "there is too much in it to be followed; ask for less of it at once",
+    ),
+    (
+        r".*Unsatisfiable schema: schema is false.*",
+        f"{NOTHING}: what it needs is the schema false",
     ),
     (r".*Unsatisfiable schema: (.+)", NOTHING + r": \1"),
 )
@@ -75,8 +84,14 @@ _SAYINGS = (
 
 def explained(error: Any) -> str:
     """The beginning of what the library says; it prints the grammar made for it, and its whole state."""
-    text = " ".join(_EXCERPT.split(str(error).split("<state>")[0])[0].split())[:LENGTH]
-    text = _PLACE.sub("", text)
+    text = " ".join(_EXCERPT.split(str(error).split("<state>")[0])[0].split())
+    _, mark, rest = text.partition(_REGEX)
+    if mark:
+        regex, _, reason = rest.rpartition(" error: ")
+        regex = regex.rstrip(" ^").lstrip()
+        told = regex if len(regex) <= SHOWN else f"{regex[:SHOWN]}..."
+        return f"the regex {told} cannot be read: {reason[:LENGTH]}"
+    text = _PLACE.sub("", text[:LENGTH])
     for saying, meaning in _SAYINGS:
         if found := re.fullmatch(saying, text):
             return found.expand(meaning)
