@@ -63,3 +63,36 @@ async def test_beams_end_with_the_last_token_of_a_form(endless):
             assert (found.texts, found.reasons) == ([text], ["stop"])
         open_end = await server.ask(TEXT, {**beams, "max_tokens": 3, "structured_outputs": {"regex": "(a|b)+"}})
         assert set(open_end.reasons) == {"length"} and {len(text) for text in open_end.texts} == {3}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_stop_token_before_min_tokens_is_one_of_the_form(tiny, endless, ends):
+    """The choice "abc" with the stop token "c" and min_tokens 5 was "abccc": the mask let it through as the only way
+    on, the form did not take it and asked for it again. A stop string, too, ends nothing before min_tokens; behind
+    them both end the answer in the middle of its form, as asked."""
+    cases = [
+        ({"choice": ["abc"]}, 99, "abc"),
+        ({"choice": ["abc"]}, 98, "abc"),
+        ({"regex": "a(b|c){2}"}, 98, "acc"),
+        ({"regex": "[b]{3}"}, 98, "bbb"),
+        ({"json": {"const": "x"}}, 34, '"x"'),
+        ({"json": {"enum": [11]}}, 49, "11"),
+    ]
+    async with serving(tiny if ends else endless) as server:
+        for form, stop, text in cases:
+            asked = {"max_tokens": 12, "min_tokens": 6, "stop_token_ids": [stop], "structured_outputs": form}
+            for body in ({"n": 1}, {"n": 3, "temperature": 1, "seed": 1}, {"stop": [text[-1]]}, {"ignore_eos": True}):
+                for path, more in ((TEXT, {"prompt": "a"}), (CHAT, HI)):
+                    whole, _ = await server.both(path, {**more, **asked, **body})
+                    assert set(whole.texts) == {text} and set(whole.reasons) == {"stop"}, (form, body)
+                    assert {choice["stop_reason"] for choice in whole.choices} == {None}
+                    assert whole.usage["completion_tokens"] == (len(text) + ends) * len(whole.texts)
+        held = {"prompt": "a", "max_tokens": 12, "structured_outputs": {"choice": ["abc"]}}
+        for least, text in ((0, "ab"), (2, "ab"), (3, "abc")):
+            for stop in ({"stop_token_ids": [99]}, {"stop": ["c"]}):
+                whole, _ = await server.both(TEXT, {**held, "min_tokens": least, **stop})
+                assert (whole.texts, whole.reasons) == ([text], ["stop"]), (least, stop)
+        beams = await server.ask(TEXT, {**held, "use_beam_search": True, "n": 2, "stop": [], "stop_token_ids": []})
+        assert beams.texts[0] == "abc"
+        refused = await server.ask(TEXT, {**held, "use_beam_search": True, "stop_token_ids": [99]})
+        assert refused.status == 400 and refused.error["param"] == "stop_token_ids"

@@ -345,6 +345,22 @@ def test_the_end_comes_only_where_the_grammar_may_end():
     assert allowed(short) == {EOS}, "nothing else can come"
 
 
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_stop_token_that_is_the_only_way_on_is_taken(thinks):
+    """Before min_tokens the form stood still at "ab" and asked for the c again; taken back, it stands before it."""
+    thought = Thought(begin="<think>", ends=("</think>",)) if thinks else None
+    match = matcher(choice=["abcd"], stop=(99,), min_tokens=9, thought=thought)
+    for token in ids("abc"):
+        assert token in allowed(match)
+        match.advance(token)
+    assert allowed(match) == {100}
+    match.rollback(1)
+    assert allowed(match) == {99} and not match.ended
+    for token in [*ids("cd"), EOS]:
+        match.advance(token)
+    assert match.ended and match.error is None
+
+
 def test_a_model_without_end_tokens_ends_when_nothing_may_follow():
     """It wrote token 0 behind the answer, and whatever came then; a place where it may go on is no end."""
     own = Grammars(TOKENIZER, VOCAB, (), quick=Workers("own-grammar"), slow=Workers("own-slow-grammar"))

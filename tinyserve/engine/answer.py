@@ -228,11 +228,15 @@ class Answer:
     def _shown(self, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[int, ...]:
         """Without the end token, if that is what ended the answer: it counts, but its text does not.
 
-        A grammar may end with any token where the model has none that says so.
+        A grammar may end with any token where the model has none that says so, and with one of the request's own stop
+        tokens before min_tokens, when it has no other way on.
         """
-        if reason is not FinishReason.STOP or self.request.sampling.include_stop_str_in_output:
+        request, params = self.request, self.request.sampling
+        if not ids or reason is not FinishReason.STOP or params.include_stop_str_in_output:
             return ids
-        return ids[:-1] if ids and ids[-1] in self.request.end_ids else ids
+        early = self._produced + len(ids) <= params.min_tokens
+        ends = request.eos_ids | request.extra_eos_ids if early else request.end_ids
+        return ids[:-1] if ids[-1] in ends else ids
 
     def _text(self, ids: tuple[int, ...], reason: FinishReason | None) -> str:
         """Text of new ids, where there are no stop strings."""

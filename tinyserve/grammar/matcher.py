@@ -185,7 +185,8 @@ class Matcher:
         data = words.bytes[token] if token < len(words.bytes) else b""
         gate, number = self._gate, self._number
         if gate is None:
-            self._log.append((None, number, token, self._match is not None and self._take(token)))
+            early = len(self._log) < self._min_tokens
+            self._log.append((None, number, token, self._match is not None and self._take(token, early)))
         else:
             self._log.append((gate.state, number, token, False))
             self._gated(token, data, gate)
@@ -212,7 +213,7 @@ class Matcher:
         elif gate.mode is Mode.ANSWER and behind:
             self._fail()
         elif gate.mode is Mode.ANSWER or (not behind and self._match.validate_tokens([token]) == 1):
-            self._log[-1] = (*self._log[-1][:3], self._take(token))
+            self._log[-1] = (*self._log[-1][:3], self._take(token, len(self._log) <= self._min_tokens))
 
     @property
     def _behind(self) -> bool:
@@ -220,9 +221,12 @@ class Matcher:
         undecided = self._gate is not None and self._gate.mode is Mode.UNDECIDED
         return undecided and bool(self._log) and not self._log[-1][3]
 
-    def _take(self, token: int) -> bool:
-        """Give a token to the grammar. False: it ends the answer and is none of the grammar's."""
-        if self._stop_ids and token in self._stop_ids and token not in self._words.end_ids:
+    def _take(self, token: int, early: bool) -> bool:
+        """Give a token to the grammar. False: it ends the answer and is none of the grammar's.
+
+        early: before min_tokens, where a stop token ends nothing: it came because the grammar has no other way on.
+        """
+        if self._stop_ids and not early and token in self._stop_ids and token not in self._words.end_ids:
             self.ended = self._match.is_accepting()
             return False
         slow = self._patience.slow

@@ -204,7 +204,7 @@ def book_apart(
             known.append(token)
             ended = rules.check(token, len(known)) if token in rules.ids or len(known) >= rules.limit else None
             if seq.constraint.ended and (ended is None or ended[0] is not FinishReason.STOP):
-                ended = FinishReason.STOP, seq.request.stop_on(token)[1]
+                ended = rules.complete(token, len(known))
             if seq.constraint.error is not None:
                 others[place] = fail(seq, seq.constraint.error)
             elif ended is not None:

@@ -345,7 +345,7 @@ class Scheduler:
                 return self._fail(seq, constraint.error)
             ended = check(token, len(tokens))
             if constraint.ended and (ended is None or ended[0] is not FinishReason.STOP):
-                ended = FinishReason.STOP, seq.request.stop_on(token)[1]
+                ended = seq.ends.complete(token, len(tokens))
             if ended is not None:
                 new = new[:count]
                 seq.computed = min(seq.computed, len(tokens))  # accepted drafts after the end are not its tokens

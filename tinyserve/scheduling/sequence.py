@@ -72,6 +72,15 @@ class EndRules:
             return FinishReason.REPETITION, REPETITION
         return None
 
+    def complete(self, token: int, length: int) -> tuple[FinishReason, int | None]:
+        """The finish and stop reason of a sequence whose grammar is complete with its `length`-th token.
+
+        One of the request's own stop tokens is the grammar's before min_tokens, and then no reason to stop.
+        """
+        own = token in self._request.sampling.stop_token_ids and length <= self._floor
+        stop = token in self._request.eos_ids | self._request.extra_eos_ids or not own
+        return FinishReason.STOP, self._request.stop_on(token)[1] if stop else None
+
 
 class Sequence:
     """One request's progress.
