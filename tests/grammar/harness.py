@@ -5,13 +5,15 @@ import numpy as np
 from tests.scripted import EOS, VOCAB, byte_tokenizer
 from tinyserve.grammar.compile import Grammars
 from tinyserve.grammar.matcher import Matcher
+from tinyserve.grammar.trial import PARENT_STACK
 from tinyserve.request import Request, SamplingParams
 from tinyserve.runner.workers import Workers
 from tinyserve.structured import StructuredOutputsParams
 from tinyserve.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(byte_tokenizer())
-GRAMMARS = Grammars(TOKENIZER, VOCAB, {EOS}, quick=Workers("test-grammar"), slow=Workers("test-slow-grammar"))
+QUICK, SLOW = (Workers(name, stack=PARENT_STACK) for name in ("test-grammar", "test-slow-grammar"))
+GRAMMARS = Grammars(TOKENIZER, VOCAB, {EOS}, quick=QUICK, slow=SLOW)
 
 
 def ids(text):

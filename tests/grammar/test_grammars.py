@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -307,6 +308,29 @@ def test_what_is_no_grammars_fault_is_tried_again(monkeypatch, wrong):
             with pytest.raises(Overloaded, match=f"cannot be tried now: .*{wrong}"):
                 own.compiled(wanted).result(20)
         assert own.constrain(request) is not None and own.compiled(wanted).result(20) is not None
+    finally:
+        own.close()
+
+
+def test_a_moment_without_memory_ends_with_it(monkeypatch):
+    """Each grammar had three threads started: one that died of a lack of memory before it began was waited for for
+    ever, and with it each later grammar."""
+    own = Grammars(TOKENIZER, VOCAB, {EOS}, quick=Workers("own-grammar"), slow=Workers("own-slow-grammar"))
+    wanted = [StructuredOutputsParams(choice=[f"number {number}"]).constraint() for number in range(3)]
+
+    def short(*_, **__):
+        raise MemoryError
+
+    try:
+        own.compiled(wanted[0]).result(60)
+        for place, name in ((compile, "compiled"), (trial.subprocess, "Popen")):
+            with monkeypatch.context() as patched:
+                patched.setattr(place, name, short)
+                own._trial(compile.QUICK_SECONDS)._end()  # as if somebody had killed the child
+                other = StructuredOutputsParams(choice=[name]).constraint()
+                assert isinstance(own.compiled(other).exception(60), Overloaded), name
+        monkeypatch.setattr(threading.Thread, "start", short)
+        own.compiled(wanted[1]).result(60)
     finally:
         own.close()
 

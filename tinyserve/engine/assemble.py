@@ -183,10 +183,11 @@ def _words(parts: Parts, device: Any, most: int) -> dict[str, Any]:
 
     from ..grammar.compile import Grammars
     from ..grammar.mask import MaskPool
+    from ..grammar.trial import PARENT_STACK
     from ..runner.workers import Workers
 
     ends = parts.eos_ids | parts.extra_eos_ids
-    quick, slow = Workers("tinyserve-grammar"), Workers("tinyserve-slow-grammar")
+    quick, slow = (Workers(name, stack=PARENT_STACK) for name in ("tinyserve-grammar", "tinyserve-slow-grammar"))
     grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, quick=quick, slow=slow)
 
     def memory(rows: int, width: int) -> Any:

@@ -27,7 +27,7 @@ from .bits import forbid
 from .matcher import UNCONSTRAINED, Constraint, Matcher
 from .ordinary import Ordinary
 from .sayings import explained
-from .trial import PARENT_STACK, RETRY_SECONDS, TooMuch, Trial, compiled, with_stack
+from .trial import RETRY_SECONDS, NoChild, TooMuch, Trial, compiled
 from .words import Tokens, Words, words_of
 
 CACHED = 512  # grammars
@@ -76,7 +76,8 @@ class Grammars:
     Args:
         tokenizer: of the model.   vocab_size: columns of its logits.
         end_ids: tokens that end an answer; a grammar that may end allows them.
-        quick, slow: one thread each, for most grammars and for those that take longer.
+        quick, slow: one thread each, with a stack of PARENT_STACK (trial.py), for most grammars and for those that take
+            longer. No other thread is started for a grammar: where memory is short for a moment, one may never begin.
     """
 
     def __init__(
@@ -154,6 +155,8 @@ class Grammars:
                 self._slow.submit(self._settle, future, wanted, SECONDS)
                 return
             future.set_exception(RequestError(f"{wanted.param}: {error}.", param=wanted.param))
+        except MemoryError:
+            future.set_exception(NoChild("no memory is left"))
         except BaseException as error:
             future.set_exception(error)
 
@@ -172,7 +175,7 @@ class Grammars:
         error = verdict.error
         if not error:
             tokens = self._tokens()
-            matcher = with_stack(PARENT_STACK, lambda: compiled(tokens, verdict.text))
+            matcher = compiled(tokens, verdict.text)
             mask = matcher.compute_bitmask()  # some grammars fail at their first mask
             error = explained(matcher.get_error() or "")
         if error:

@@ -28,6 +28,7 @@ import importlib
 import json
 import logging
 import random
+import select
 import signal
 import struct
 import subprocess
@@ -165,8 +166,8 @@ class Trial:
                 env=environment_to_start(),
                 process_group=0,  # an interrupt from the terminal is not meant for it
             )
-        except OSError as error:
-            raise NoChild(error) from None
+        except (OSError, MemoryError) as error:
+            raise NoChild(error or "no memory is left") from None
 
     def run(self, wanted: Constraint, seconds: float) -> Verdict:
         """What comes of a grammar. seconds: of one core, at most. Raises: TooMuch; NoChild."""
@@ -238,15 +239,15 @@ def _ended(child: subprocess.Popen[bytes] | None) -> int:
 
 def _read(child: subprocess.Popen[bytes], count: int, end: float) -> bytes:
     """So many bytes of what a child says. Raises: EOFError: it ends before, or has not said them when `end` comes."""
-    alarm = threading.Timer(max(0.0, end - time.monotonic()), child.kill)
-    alarm.daemon = True
-    alarm.start()
-    try:
-        data = child.stdout.read(count)
-    finally:
-        alarm.cancel()
-    if len(data) < count:
-        raise EOFError
+    poll, data = select.poll(), b""
+    poll.register(child.stdout, select.POLLIN)
+    while len(data) < count:
+        left = end - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise EOFError  # and whoever asked ends it
+        if not (piece := child.stdout.read1(count - len(data))):
+            raise EOFError
+        data += piece
     return data
 
 

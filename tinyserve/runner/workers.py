@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_STARTING = threading.Lock()  # the size of stacks is the process's: one at a time changes it, and changes it back
 _Jobs = SimpleQueue[
     "tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None"
 ]  # None ends the thread that gets it
@@ -25,18 +26,24 @@ _Jobs = SimpleQueue[
 class Workers:
     """A few threads that take jobs in the order of `submit`.
 
-    Args: name: of the threads, in tracebacks and tools.
+    Args: name: of the threads, in tracebacks and tools.   stack: bytes of theirs; 0: as many as usual.
     """
 
-    def __init__(self, name: str, count: int = 1) -> None:
+    def __init__(self, name: str, count: int = 1, stack: int = 0) -> None:
         self._jobs: _Jobs = SimpleQueue()
         self._lock = threading.Lock()  # no job behind the marks that end the threads
         threads = [
             threading.Thread(target=_work, args=(self._jobs,), name=f"{name}-{number}", daemon=True)
             for number in range(count)
         ]
-        for thread in threads:
-            thread.start()
+        with _STARTING:
+            before = threading.stack_size(stack) if stack else 0  # of all threads that start now
+            try:
+                for thread in threads:
+                    thread.start()
+            finally:
+                if stack:
+                    threading.stack_size(before)
         self._end = weakref.finalize(self, _end, self._jobs, threads, count)
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
