@@ -101,6 +101,8 @@ def main() -> None:
     if arguments.compile:
         number, processes = map(int, arguments.compile.split("/"))
         return compile_share(part, number, processes, arguments.only, arguments.tune)
+    if not torch.cuda.is_available():
+        raise SystemExit("bench kernels: there is no GPU here that torch can use.")
 
     started = time.monotonic()
     compile_ahead(arguments.part, arguments.only, arguments.tune, arguments.processes)

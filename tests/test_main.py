@@ -284,6 +284,21 @@ def test_a_plan_needs_a_config_and_no_weights(tmp_path, capsys):
     assert f"{(320 * 64 + 2 * layer + 64) / 1e6:,.1f} M by its config" in capsys.readouterr().out
 
 
+def test_an_interrupt_while_python_imports_shows_no_traceback(tmp_path):
+    """Ctrl-C in the first 0.3 s printed where the import was; a process that is to ignore it goes on doing so."""
+    pauses = tmp_path / "pauses"  # what is imported first says that it is, and waits
+    pauses.mkdir()
+    (pauses / "contextlib.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    code = "import runpy, sys, tinyserve; sys.modules.pop('contextlib', None); sys.path.insert(0, sys.argv.pop(1)); "
+    code += "runpy.run_module('tinyserve', run_name='__main__', alter_sys=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(pauses)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "" and process.returncode == -signal.SIGINT
+
+
 def test_importing_is_instant_and_leaves_torch_alone():
     """Under 0.1 s in the best of three fresh processes (10 ms when idle), without torch."""
     code = (

@@ -9,6 +9,11 @@ Before: cli/ (the commands).  After: a shell.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the rest is imported, Ctrl-C ends it without a traceback
+
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -40,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: the exit code: 2 for a wrong option, 1 for a failure, 130 after Ctrl-C, 141 when output is not read on.
     """
+    with contextlib.suppress(ValueError):  # in another thread, which gets no signal
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdin, sys.stdout):  # no letter that a terminal lacks, or that is none, ends a command
         with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(errors="backslashreplace")

@@ -26,6 +26,7 @@ _SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _WORDS = re.compile(r"[-_.\s]+")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 MOST = 2**63 - 1  # of a whole number without a limit of its own
+SIZES = 2**16  # what may be more is written with suffixes
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -105,7 +106,15 @@ class Flag:
             return tuple(self._in_range(self._formed(_one(element, item))) for item in _items(value))
         if self.choices:
             return _choice(self.choices, value)
-        return self._in_range(self._formed(_one(self.type, value)))
+        return self._in_range(self._formed(self._read(value)))
+
+    def _read(self, value: Any) -> Any:
+        try:
+            return _one(self.type, value)
+        except ValueError:
+            if self.type is not int or self.low is None or (self.high or MOST) > SIZES:
+                raise
+            raise ValueError(f"must be a whole number from {self.low} to {self.high}, got {shown(value)}") from None
 
     def _formed(self, value: Any) -> Any:
         if not isinstance(value, str):

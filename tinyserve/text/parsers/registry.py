@@ -18,6 +18,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from ...errors import ConfigError
+from ...options import nearest
 from ...structured import Thought
 from . import json_families, named_families, other_families, xml_families
 from .family import Calls, Family, Thinking, Written, held, make_table
@@ -200,8 +201,11 @@ def _named(name: str, option: str, names: Callable[[Family], tuple[str, ...]]) -
             return family
     if ":" in name:
         return _imported(name, option)
-    known = ", ".join(sorted(each for family in FAMILIES for each in names(family)))
-    raise ConfigError(f"{option} {name}: no such parser. Known are {known}; or give module:NAME of a Family.")
+    known = sorted(each for family in FAMILIES for each in names(family))
+    hint = f" Did you mean {close}?" if (close := nearest(name, known)) else ""
+    raise ConfigError(
+        f"{option} {name}: no such parser.{hint} Known are {', '.join(known)}; or give module:NAME of a Family."
+    )
 
 
 def _imported(path: str, option: str) -> Family:
