@@ -23,6 +23,7 @@ from tinyserve.kernels.activation import gated_activation
 from tinyserve.kernels.packed import Packed, packed_dense
 from tinyserve.kernels.packed_gemm import packed_gemm, packed_gemm_reference
 from tinyserve.kernels.packed_gemv import packed_gemv, packed_gemv_reference
+from tinyserve.kernels.packed_limbs import limbs_fit, with_limbs
 from tinyserve.kernels.packed_planes import LOW_BITS, Planes, packed_planes, packed_planes_reference
 from tinyserve.kernels.round_rows import round_rows
 from tinyserve.kernels.scaled_gemm import scaled_gemm, scaled_gemm_reference
@@ -44,7 +45,7 @@ def weight_of(format: str, role: Role) -> Packed:
         return Packed(codes, torch.full((rows, groups), size / 64), None, columns, 8, width, "e4m3")
     codes = torch.randint(-(2**15), 2**15, (rows, columns // 4), dtype=torch.int16)
     scales = torch.full((rows, columns // 128), size / 4.6, dtype=torch.float16)
-    return Packed(codes, scales, None, columns, 4, 128, "int", 8)
+    return with_limbs(Packed(codes, scales, None, columns, 4, 128, "int", 8))
 
 
 def planes_of(kind: str, role: Role) -> Planes:
@@ -93,8 +94,7 @@ def cases() -> Iterator[Case]:
             number = min(max(2, math.ceil(COLD / moved(first))), 64)
             others = [first.codes.view(torch.uint8).clone().view(first.codes.dtype) for _ in range(number - 1)]
             weights = [first]
-            weights += [Packed(c, first.scales, None, first.columns, first.bits, first.width, first.kind, first.middle)
-                        for c in others]  # fmt: skip
+            weights += [evolve(first, codes=codes) for codes in others]
             for tokens in TOKENS[format]:
                 yield from _few(format, role, tokens, weights)
             for tokens in MANY if role.name in ("qkv", "gate_up") and format != "fp8-blocks" else ():
@@ -119,9 +119,10 @@ def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterato
 
         return Case(kernel, shape, [lambda w=w: call(w) for w in weights], error=error, **given)
 
+    few = format == "int4" and limbs_fit(x, weights[0], gated=role.gate, parts=role.residual and tokens > 1)
     if tokens == 1:
         yield case(
-            "packed_strips" if format == "int4" else "packed_gemv",
+            "packed_limbs" if few else "packed_strips" if format == "int4" else "packed_gemv",
             lambda w: packed_gemv(x, w, **options),
             lambda: packed_gemv_reference(x, weights[0], **options),
         )
@@ -135,7 +136,7 @@ def _few(format: str, role: Role, tokens: int, weights: list[Packed]) -> Iterato
             lambda: scaled_gemm_reference(*round_rows(x, width=width), weights[0], **same),
         )
         return
-    name = "packed_strips" if tokens <= STRIPS else "packed_gemm"
+    name = "packed_limbs" if few else "packed_strips" if tokens <= STRIPS else "packed_gemm"
     yield case(name, lambda w: packed_gemm(x, w, **own), lambda: packed_gemm_reference(x, weights[0], gate=gate))
     if role.gate and tokens > 64:
         yield Case(
@@ -180,20 +181,21 @@ BLOCK_TILES = {
 STRIP_TILES = {
     "1 qkv": [(2, 2, 8, 1, 128, 0), (2, 1, 8, 1, 128, 1), (1, 1, 8, 1, 80, 1)],
     "1 out": [(1, 2, 16, 1, 64, 0), (1, 1, 8, 1, 80, 1)],
-    "1 gate_up": [(2, 1, 4, 1, 128, 1), (2, 2, 8, 1, 128, 0), (1, 1, 4, 1, 96, 1), (2, 1, 8, 1, 128, 1),
-                  (1, 1, 8, 1, 80, 1)],
     "1 down": [(1, 1, 16, 1, 64, 0), (1, 2, 8, 1, 128, 1), (1, 1, 8, 1, 80, 1), (1, 1, 16, 1, 0, 1)],
     "8 qkv": [(2, 4, 4, 1, 0, 0), (2, 1, 4, 1, 128, 1), (2, 2, 4, 1, 168, 1)],
     "8 out": [(2, 4, 4, 2, 0, 0), (2, 1, 4, 4, 128, 1)],
-    "8 gate_up": [(2, 1, 4, 1, 128, 1), (2, 2, 4, 1, 168, 1), (2, 2, 4, 1, 128, 0), (4, 1, 4, 1, 168, 1),
-                  (2, 1, 8, 1, 128, 1)],
     "8 down": [(2, 1, 4, 4, 128, 1), (2, 1, 4, 7, 128, 1), (4, 1, 4, 7, 168, 1), (2, 2, 8, 7, 128, 0),
                (2, 2, 4, 7, 128, 0)],
     "16 qkv": [(2, 4, 4, 1, 0, 0), (2, 1, 4, 1, 168, 1), (2, 2, 4, 1, 168, 0)],
     "16 out": [(2, 4, 4, 2, 0, 0), (2, 1, 4, 4, 168, 1)],
-    "16 gate_up": [(2, 1, 4, 1, 168, 1), (4, 1, 4, 1, 0, 1), (2, 2, 4, 1, 168, 0), (4, 1, 4, 1, 168, 0)],
-    "16 down": [(2, 1, 4, 4, 168, 1), (4, 1, 4, 7, 0, 1), (2, 2, 4, 7, 168, 0), (4, 2, 4, 7, 0, 0)],
 }  # fmt: skip
+# Blocks of 16 rows a warp, warps, tiles of a step, stages, lines asked for ahead, splits.
+LIMB_TILES = {
+    "1 gate_up": [(1, 4, 2, 5, 4, 1), (2, 4, 4, 3, 4, 1)],
+    "8 gate_up": [(2, 4, 4, 3, 4, 1), (2, 4, 4, 3, 8, 1), (1, 4, 4, 3, 4, 1), (1, 4, 2, 5, 4, 1), (1, 8, 2, 5, 4, 1)],
+    "16 gate_up": [(2, 4, 2, 4, 4, 1), (2, 4, 2, 4, 0, 1), (1, 8, 2, 4, 4, 1), (2, 4, 2, 5, 4, 1)],
+    "16 down": [(2, 4, 2, 4, 0, 8), (2, 4, 2, 4, 4, 8), (1, 4, 2, 4, 0, 4), (2, 4, 4, 2, 0, 8)],
+}
 # Tokens and rows of a tile, stages, warps, whether numbers are scaled before the product.
 INT4_TILES = {
     64: [(64, 64, 4, 4, 0), (64, 128, 4, 8, 1)],
@@ -217,6 +219,10 @@ def variants(case: Case) -> Iterator[dict]:
     elif case.kernel == "packed_strips":
         for strips, ring, warps, splits, registers, hold in STRIP_TILES[f"{tokens} {role.name}"]:
             use = {"STRIPS": strips, "RING": ring, "SPLITS": splits, "REGISTERS": registers, "HOLD": hold}
+            yield use | {"num_warps": warps}
+    elif case.kernel == "packed_limbs":
+        for blocks, warps, pieces, stages, lines, splits in LIMB_TILES[f"{tokens} {role.name}"]:
+            use = {"BLOCKS": blocks, "PIECES": pieces, "STAGES": stages, "LINES": lines, "SPLITS": splits}
             yield use | {"num_warps": warps}
     elif format == "int4":
         for block, rows, stages, warps, fold in (GATED_TILES if role.gate else INT4_TILES)[tokens]:
@@ -247,6 +253,6 @@ def _fp8_variants(role: Role, tokens: int, format: str) -> Iterator[dict]:
 @contextlib.contextmanager
 def using(options: dict) -> Iterator[None]:
     """Launchers take `options` over what they would choose."""
-    names = ("packed_gemv", "packed_gemm", "packed_strips", "scaled_gemm")
+    names = ("packed_gemv", "packed_gemm", "packed_strips", "packed_limbs", "scaled_gemm")
     with options_replaced([importlib.import_module(f"tinyserve.kernels.{name}") for name in names], options):
         yield

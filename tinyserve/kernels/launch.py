@@ -290,6 +290,11 @@ def speaks_ptx(tensor: torch.Tensor) -> bool:
     return facts(tensor.device).overlaps
 
 
+def groups_warps(tensor: torch.Tensor) -> bool:
+    """True on Hopper, whose matrix instructions are four warps', with one side in their registers."""
+    return facts(tensor.device).arch // 10 == 9
+
+
 @triton.jit
 def wait_inputs(PDL: tl.constexpr):
     """Wait until all kernels launched before have ended and their results are visible. Nothing if PDL is off."""

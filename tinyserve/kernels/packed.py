@@ -52,6 +52,7 @@ class Packed:
             [N, tiles], four exponents each.
         zeros: [N, G] in the type of the scales, or None where all are `middle`. If `added`, they are no zero points but
             numbers to be added after the scale, as GGUF's blocks have them; groups are narrower than 128 then.
+        beside: scales and zeros once more, as `turned` gives them, for packed_limbs.py; or None.
         columns: K.   bits: 2, 4 or 8.   width: columns that share a scale; 0: all.
         kind: "int", "e4m3" or "e2m1".   middle: the zero point of all codes, if `zeros` is None.
     """
@@ -65,6 +66,7 @@ class Packed:
     kind: str
     middle: int = 0
     added: bool = False
+    beside: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def tile(self) -> int:
@@ -80,7 +82,7 @@ class Packed:
         """Some of the rows, by their numbers."""
         zeros = None if self.zeros is None else self.zeros[rows]
         codes = self.raw()[rows].view(self.codes.dtype)
-        return evolve(self, codes=codes, scales=self.scales[rows], zeros=zeros)
+        return evolve(self, codes=codes, scales=self.scales[rows], zeros=zeros, beside=None)
 
     def constants(self) -> dict[str, int | str | bool]:
         """What kernels are compiled for."""
@@ -97,6 +99,11 @@ class Packed:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, scales and zeros as kernels take them: scales again where there are no zeros, to be left alone."""
         return self.raw(), self.scales, self.scales if self.zeros is None else self.zeros
+
+    def with_beside(self) -> "Packed":
+        """The same, with scales and zeros turned, too."""
+        scales = turned(self.scales)
+        return evolve(self, beside=(scales, scales if self.zeros is None else turned(self.zeros)))
 
     def raw(self) -> torch.Tensor:
         """The codes; float8 as the bytes that they are."""
@@ -122,6 +129,14 @@ def tiled(codes: torch.Tensor, bits: int, tile: int) -> torch.Tensor:
     for place in range(each):
         words |= pieces[:, :, place].to(torch.int16) << (bits * place)
     return words.flatten(1)
+
+
+def turned(values: torch.Tensor) -> torch.Tensor:
+    """Return values [N, G] of groups with rows beside each other: [G, N] of float32, [G / 2, N, 2] of 16 bits."""
+    if values.shape[1] == 1:
+        return values
+    whole = values if values.element_size() == 4 else values.view(torch.int32)
+    return whole.t().contiguous().view(values.dtype)
 
 
 def untiled(words: torch.Tensor, bits: int, tile: int, columns: int) -> torch.Tensor:

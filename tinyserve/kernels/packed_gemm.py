@@ -47,6 +47,7 @@ from .packed import (
     two_halves,
 )
 from .packed_gemv import check_packed
+from .packed_limbs import limbs_fit, packed_limbs
 from .packed_strips import packed_strips, strips_fit
 
 
@@ -340,6 +341,8 @@ def packed_gemm(
         raise ValueError("packed_gemm: a gated product has no parts")
     if not use_kernel(x):
         return packed_gemm_reference(x, weight, bias, gate=gate, parts=parts)
+    if limbs_fit(x, weight, gated=gate is not None, parts=parts):
+        return packed_limbs(x, weight, bias, gate=gate, parts=parts)
     if strips_fit(x, weight):
         return packed_strips(x, weight, bias, gate=gate, parts=parts)
     tokens, rows = x.shape[0], weight.codes.shape[0] // (2 if gate else 1)

@@ -23,6 +23,7 @@ from .activation import KINDS, activate
 from .gemv import check_row
 from .launch import cdiv, choose, overlap, speaks_ptx, start_next, use_kernel, wait_inputs
 from .packed import Packed, shrunk, single
+from .packed_limbs import limbs_fit, packed_limbs
 from .packed_strips import packed_strips, packed_strips_reference, strips_fit
 
 
@@ -267,6 +268,8 @@ def packed_gemv(
         return packed_gemv_reference(x, weight, bias, **options)
     rows = weight.codes.shape[0] // (2 if gate else 1)
     check_row("packed_gemv", x, rows, norm, residual)
+    if limbs_fit(x, weight, gated=gate is not None):
+        return packed_limbs(x, weight, bias, **options)
     if weight.tile == 128 and strips_fit(x, weight, norm):
         return packed_strips(x, weight, bias, **options)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)

@@ -12,7 +12,7 @@ On a GPU integers and fp8 are kept in the order of kernels/packed.py, and multip
     2 .. about 64   kernels/packed_gemm.py, which takes in the gate, and may leave its splits to the next norm;
                     kernels/scaled_gemm.py if the checkpoint says that activations are rounded to fp8
     2 .. 16         of four bits in groups of 32 or more: kernels/packed_strips.py, where packed_gemm.py goes, as
-                    packed_gemv.py does with one row in groups of 128
+                    packed_gemv.py does with one row in groups of 128; large ones kernels/packed_limbs.py, on Hopper
     more            fp8 with one scale a row: x is rounded to fp8 too, and torch multiplies; else the matrix is made
                     dense for one product of torch
 
@@ -20,9 +20,8 @@ Columns that were quantised out of order (act-order) are put in order, and x is,
 kernels do not read (tables, groups narrower than 16) goes into kernels/grouped_gemm.py, which is slower; codes of a
 GGUF file that are to take no more bits than there, into kernels/packed_planes.py.
 
-Activations are rounded on a GPU only where that makes products of fp8 with fp8; for one row it would gain nothing. On a
-CPU products are the readable ones: inputs rounded as the checkpoint says, the matrix made dense, torch multiplies. That
-is slower than plain numbers; `--dtype auto` does not come here on a CPU (quant/cpu.py).
+Activations are rounded to few bits on a GPU only where that makes products of fp8 with fp8. On a CPU inputs are rounded
+as the checkpoint says, the matrix is made dense, and torch multiplies; `--dtype auto` goes elsewhere (quant/cpu.py).
 
 Before: codes.py, stored.py, kernels/packed.py, kernels/grouped_gemm.py.
 After: models/registry.py chooses it, layers/linear.py calls it.
@@ -43,6 +42,7 @@ from ..kernels.norm import rms_norm
 from ..kernels.packed import Packed, can_pack, packed_dense, tile_of, tiled
 from ..kernels.packed_gemm import packed_gemm
 from ..kernels.packed_gemv import packed_gemv
+from ..kernels.packed_limbs import with_limbs
 from ..kernels.packed_planes import Planes
 from ..kernels.round_rows import round_rows
 from ..kernels.scaled_gemm import scaled_gemm
@@ -59,7 +59,6 @@ ONLINE = {
     "int8": Scheme("int8, one scale a row", 8, inputs=Inputs("int8")),
     "int4": Scheme("int4 in groups of 128", 4, width=128),
 }
-
 
 NESTED = ("inner", "outer")  # of Codes
 PLANES = ("high", "outer")  # of Planes, beside codes, scales and zeros
@@ -133,8 +132,10 @@ class Grouped:
             middle = None if self.scheme.added else one_value(zeros)
             scales = scales if scales.shape[1] % 2 == 0 else scales.float()  # kernels read two halves at a time
             zeros = zeros.to(scales.dtype) if middle is None else None
-            own = (codes, scales, zeros, layer.inputs, self.scheme.bits, width, kind_of(codes), middle or 0)
-            layer.packed = Packed(*own, self.scheme.added)
+            own = (layer.inputs, self.scheme.bits, width, kind_of(codes), middle or 0, self.scheme.added)
+            layer.packed = with_limbs(Packed(codes, scales, zeros, *own))
+            for number, tensor in enumerate(layer.packed.beside or ()):  # listed with the layer's weights
+                layer.register_buffer(f"beside_{number}", tensor)
         layer.register_buffer("codes", codes)
         layer.register_buffer("scales", scales)
         layer.register_buffer("zeros", zeros)
