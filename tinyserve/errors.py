@@ -22,8 +22,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
+E = TypeVar("E", bound=BaseException)
 COUNTED_CONTEXTS = 4  # a prompt is counted exactly up to so many contexts; of a longer one the refusal says "at least"
 
 
@@ -48,6 +49,15 @@ def shown(value: Any) -> str:
     """What a message says of a value that somebody sent: at most 80 characters, and no work that grows with it."""
     text = _short.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def retold(error: E) -> E:
+    """The same error for somebody else. The one that is kept is never raised: what is raised takes along the frames of
+    all whom it passes, and those would live for as long as it is kept."""
+    twin = type(error).__new__(type(error), *error.args)
+    twin.__dict__.update(error.__dict__)
+    twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return twin.with_traceback(error.__traceback__)
 
 
 class TinyserveError(Exception):

@@ -97,6 +97,11 @@ class Constraint:
             self, "key", (self.kind, type(self.value) is str, text, self.compact, self.closed, self.blanks)
         )
 
+    @property
+    def text(self) -> str:
+        """What was asked for, as text or JSON."""
+        return self.key[2]
+
     @classmethod
     def from_key(cls, key: Sequence[Any]) -> Constraint:
         """A constraint of its own with this key, in another process."""

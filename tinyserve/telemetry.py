@@ -61,7 +61,7 @@ COUNTERS = (
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", None, ()),
     ("prefix_cache_hits", "Tokens found there.", None, ()),
     ("corrupted_requests", "Requests ended because the model produced NaN.", None, ()),
-    ("admission_rejections", "Requests refused with 503.", "reason", ("queue_reqs", "queue_tokens", "paused")),
+    ("admission_rejections", "Refused with 503.", "reason", ("queue_reqs", "queue_tokens", "queue_grammars", "paused")),
 )  # fmt: skip
 HISTOGRAMS = (
     ("time_to_first_token_seconds", "Arrival to first token.", _TTFT),
@@ -165,7 +165,7 @@ class NoMetrics:
         """Running sequences were put back into the queue."""
 
     def rejected(self, reason: str) -> None:
-        """A request was refused with 503. reason: queue_reqs, queue_tokens or paused."""
+        """A request was refused with 503. reason: queue_reqs, queue_tokens, queue_grammars or paused."""
 
     def corrupted(self) -> None:
         """A request ended because its logits held NaN."""

@@ -1,15 +1,24 @@
 """C10: a broken regex or grammar is one client's problem."""
 
 import asyncio
+import gc
+import threading
 import time
+import weakref
 
 import pytest
 
 from tests.scripted import FlatModel, ScriptModel
+from tinyserve.engine import admission
 from tinyserve.engine.admission import Admission
-from tinyserve.grammar import matcher
+from tinyserve.engine.llm import LLM
+from tinyserve.errors import Overloaded, RequestError
+from tinyserve.grammar import line, matcher
+from tinyserve.request import SamplingParams
+from tinyserve.server import sse
+from tinyserve.structured import StructuredOutputsParams
 
-from .harness import CHAT, HI, TEXT, serving
+from .harness import CHAT, HI, TEXT, eventually, serving
 from .lag import watched
 
 GOOD = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}}
@@ -153,3 +162,112 @@ async def test_too_many_optional_properties_are_counted_at_once(tok):
         assert "5000 optional properties" in reply.error["message"] and "'required'" in reply.error["message"]
         reply = await server.ask(CHAT, {**HI, **schema({**many, "required": list(names)}), "max_tokens": 5})
         assert reply.status == 200
+
+
+class Held:
+    """Grammars of a server that are compiled when `gate` is set; `tried`: the regexes that were."""
+
+    def __init__(self, server):
+        self.grammars = server.engine.machine.grammars
+        self.gate, self.tried, compiling = threading.Event(), [], self.grammars._compile
+
+        def compile_later(wanted, *given):
+            assert self.gate.wait(60)
+            self.tried.append(wanted.value)
+            return compiling(wanted, *given)
+
+        self.grammars._compile = compile_later
+
+
+def regex(text, **more):
+    return {"model": "tiny", "prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": text}, **more}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 3}, {"n": 70}, {"prompt": ["x"] * 5}])
+async def test_grammars_of_clients_that_left_are_not_compiled(tok, monkeypatch, more):
+    """150 requests in 5 s, whose clients had gone at once, kept everybody's new grammars waiting for minutes. Nor is
+    one compiled whose request is refused because the queue is full."""
+
+    def full(request):
+        raise Overloaded("full")
+
+    async with serving(ScriptModel([97] * 8), tok) as server:
+        held = Held(server)
+        kept = len(held.grammars._cache)
+        first = asyncio.create_task(server.ask(TEXT, regex("b")))
+        await eventually(lambda: server.scheduler.num_waiting == 1)
+        for number in range(3):
+            gone = [asyncio.create_task(server.ask(TEXT, regex(f"c{number}{n}", **more))) for n in range(4)]
+            await eventually(lambda: server.scheduler.num_waiting >= 5)
+            for task in gone:
+                task.cancel()
+            await eventually(lambda: server.scheduler.num_waiting == 1)
+        last = asyncio.create_task(server.ask(TEXT, regex("d")))
+        await eventually(lambda: len(held.grammars._line) == 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(server.scheduler, "add", full)
+            assert (await server.ask(TEXT, regex("e"))).status == 503
+        assert len(held.grammars._line) == 1
+        held.gate.set()
+        assert ((await first).text, (await last).text) == ("b", "d")
+        assert held.tried == ["b", "d"] and sum(not one.dropped for one in held.grammars._cache.values()) <= kept + 2
+
+
+@pytest.mark.anyio
+async def test_too_many_grammars_that_wait_are_a_503_at_once(tok, monkeypatch):
+    """They were held with all that was asked for until their turn came, any number of them."""
+    monkeypatch.setattr(line, "MOST", 2)
+    async with serving(ScriptModel([97] * 8), tok) as server:
+        held = Held(server)
+        first = asyncio.create_task(server.ask(TEXT, regex("b")))
+        await eventually(lambda: server.scheduler.num_waiting == 1 and not len(held.grammars._line))
+        waiting = [asyncio.create_task(server.ask(TEXT, regex(f"c{n}"))) for n in range(2)]
+        await eventually(lambda: server.scheduler.num_waiting == 3)
+        for more in ({}, {"stream": True}, {"use_beam_search": True}):
+            refused = await server.http.post(TEXT, json=regex("d", **more))
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert await server.metric("admission_rejections", reason="queue_grammars") >= 2
+        held.gate.set()
+        assert [(await each).text for each in (first, *waiting)] == ["b", "c0", "c1"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"prompt_progress": True}}])
+async def test_a_stream_is_told_of_its_grammar_by_the_status(tok, monkeypatch, more):
+    """After 15 s of waiting came a comment, and with it a 200; then a 503, or a 400, as an event: no client retried."""
+    monkeypatch.setattr(sse, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "WAIT_SECONDS", 0.3)
+    bodies = [(TEXT, regex("b", **more)), (CHAT, {**HI, "structured_outputs": {"regex": "c"}, **more})]
+    async with serving(ScriptModel([97] * 8), tok, sse_keep_alive_interval=0.02) as server:
+        held = Held(server)
+        other = asyncio.create_task(server.ask(TEXT, regex("other")))
+        await eventually(lambda: server.scheduler.num_waiting == 1 and not len(held.grammars._line))
+        other.cancel()
+        for path, body in bodies:
+            late = await server.http.post(path, json={**body, "stream": True})
+            assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1, late.text
+        monkeypatch.setattr(admission, "WAIT_SECONDS", 20.0)
+        wrong = asyncio.create_task(server.http.post(TEXT, json={**regex("(", **more), "stream": True}))
+        right = asyncio.create_task(server.http.post(TEXT, json={**regex("d", **more), "stream": True}))
+        await asyncio.sleep(0.2)
+        held.gate.set()
+        assert ((await wrong).status_code, (await right).status_code) == (400, 200)
+
+
+def test_an_llm_that_refused_a_grammar_is_given_back(tiny):
+    """The error of a wrong grammar is kept, and with it were the frames of who was told first: del llm gave nothing
+    back, neither the model's memory nor threads nor the process that tries grammars."""
+    llm = LLM(str(tiny), device="cpu", block_size=16, num_gpu_blocks_override=20, max_num_seqs=2)
+
+    for wrong in ("(", "(", "["):
+        form = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputsParams(regex=wrong))
+        with pytest.raises(RequestError):
+            llm.generate("a", form, use_tqdm=False)
+    trial = llm.engine.machine.grammars._trial(slow=False)
+    gone, thread = weakref.ref(llm), llm._background._thread
+    del llm
+    gc.collect()
+    assert gone() is None
+    thread.join(30)
+    assert not thread.is_alive() and trial._child is None

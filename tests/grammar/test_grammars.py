@@ -16,7 +16,8 @@ from attrs import evolve
 from tests.scripted import END_THINK, EOS, THINK, VOCAB
 from tinyserve.errors import Overloaded, RequestError
 from tinyserve.grammar import compile, trial
-from tinyserve.grammar.compile import WAIT_SECONDS, Compiled, Grammars
+from tinyserve.grammar.compile import Grammars
+from tinyserve.grammar.line import WAIT_SECONDS, Compiled
 from tinyserve.grammar.thought import Gate, Mode
 from tinyserve.request import Request, SamplingParams
 from tinyserve.runner.workers import Workers
@@ -326,7 +327,7 @@ def test_a_moment_without_memory_ends_with_it(monkeypatch):
         for place, name in ((compile, "compiled"), (trial.subprocess, "Popen")):
             with monkeypatch.context() as patched:
                 patched.setattr(place, name, short)
-                own._trial(compile.QUICK_SECONDS)._end()  # as if somebody had killed the child
+                own._trial(slow=False)._end()  # as if somebody had killed the child
                 other = StructuredOutputsParams(choice=[name]).constraint()
                 assert isinstance(own.compiled(other).exception(60), Overloaded), name
         monkeypatch.setattr(threading.Thread, "start", short)

@@ -124,7 +124,7 @@ class FakeEngine:
         return SimpleNamespace(running=self.running, waiting=0, deferred=0, kv_usage=0.0)
 
     def progress(self, request_id):
-        return None
+        return 0, 0, 1
 
     async def beam_search(self, prompt, params, **options):
         def beam(text, reason, last):

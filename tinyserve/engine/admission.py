@@ -14,18 +14,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..config import EngineConfig
 from ..errors import Overloaded, RequestError
-from ..grammar.compile import WAIT_SECONDS
+from ..grammar.line import WAIT_SECONDS, Compiled
 from ..request import FinishReason, RequestOutputKind
 from ..structured import Constraint
 from .answer import Answer
 from .assemble import Machine
 from .intake import Prepared
+from .later import Later
 from .meter import Meter
-from .streams import Later, Stream, Streams
+from .streams import Stream, Streams
 
 AT_ONCE = 64  # answers that are queued in one turn of the loop; 3 ms
 
@@ -64,22 +66,27 @@ class Admission:
 
         Raises: RequestError, Overloaded: nothing is queued then.
         """
-        requests = prepared.requests
+        requests, grammar, grammars = prepared.requests, None, self._machine.grammars
         answers: list[Answer] = []
         try:
+            if requests[0].constraint is not None and grammars is not None:  # else the scheduler refuses it
+                grammar = grammars.hold(requests[0].constraint)
             for index in range(min(len(requests), AT_ONCE)):
                 answers.append(self._queued(prepared, index))
         except BaseException as error:
             for answer in answers:
                 self._finish(answer.request.id, FinishReason.ABORT)
+            if grammar is not None:
+                grammars.release(grammar)
             self._meter.refused(error, self._config.scheduler, self._machine.scheduler.num_waiting)
             raise
         params = requests[0].sampling
         interval = max(params.stream_interval or 1, self._config.scheduler.stream_interval)
         stream = Stream(answers, interval, kind or params.output_kind or RequestOutputKind.DELTA)
         self._streams.open(stream, answers)
-        if answers[0].request.constraint is not None:
-            self._await_grammar(stream, answers[0].request.constraint)
+        if grammar is not None:
+            stream.holds(partial(grammars.release, grammar))
+            self._await_grammar(stream, requests[0].constraint, grammar)
         if len(answers) < len(requests):
             self._streams.expect(stream, Later(prepared, len(answers), len(requests)))
         return stream
@@ -103,32 +110,38 @@ class Admission:
                 if later.next == later.end:
                     break
 
-    def _await_grammar(self, stream: Stream, wanted: Constraint) -> None:
+    def _await_grammar(self, stream: Stream, wanted: Constraint, compiled: Compiled) -> None:
         """Queued requests wait until their grammar is compiled; they end if it is wrong or takes too long."""
-        compiled = self._machine.grammars.compiled(wanted)
         if compiled.done() and (compiled.cancelled() or compiled.exception() is None):
             return  # one that has failed since the answers were queued is told like any other
         loop = asyncio.get_running_loop()
 
         def settle() -> None:
-            nonlocal compiled, stream
-            timer.cancel()
-            error = None if compiled.cancelled() else compiled.exception()
-            if error is None:
-                self._wake()
-            else:
+            error = None if compiled is None or compiled.cancelled() else compiled.exception()
+            if error is not None:
                 fail(error)
-            compiled = stream = None  # a future keeps its callbacks, and would be kept by them for good
+            elif compiled is not None:
+                leave()
+                self._wake()
+
+        def late() -> None:
+            fail(compiled.late(wanted))
 
         def fail(error: BaseException) -> None:
-            self._streams.cancel(stream, tell=False)
-            stream.fail(error)
+            self._streams.cancel(failed := stream, tell=False)
+            failed.fail(error)
+
+        def leave() -> None:
+            nonlocal compiled, stream
+            timer.cancel()
+            compiled = stream = None  # a future keeps its callbacks, and would be kept by them for good
 
         def landed(_: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(settle)
 
-        timer = loop.call_later(WAIT_SECONDS, lambda: fail(compiled.late(wanted)))
+        timer = loop.call_later(WAIT_SECONDS, late)
+        stream.holds(leave)
         compiled.add_done_callback(landed)
 
     def _queued(self, prepared: Prepared, index: int) -> Answer:

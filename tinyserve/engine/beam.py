@@ -21,6 +21,7 @@ Before: intake.py, fanout.py, streams.py.  After: engine.py and llm.py (beam_sea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -84,7 +85,9 @@ async def search(engine: Front, call: Call, params: BeamSearchParams) -> BeamSea
     )
     prepared = await engine.intake.prepare(evolve(call, sampling=asked))
     engine.admit()  # much may have happened while a long text was tokenised
-    with engine.streams.searches.running(prepared.name, params.beam_width) as search:
+    wanted = prepared.requests[0].constraint
+    held = contextlib.nullcontext() if wanted is None else engine.machine.grammars.held(wanted)
+    with engine.streams.searches.running(prepared.name, params.beam_width) as search, held:
         beams = await _searched(engine, prepared.requests[0], params, search)
     if search.aborted and search.error is not None and not any(beam.tokens for beam in beams):
         raise search.error()
@@ -130,7 +133,6 @@ async def _told(engine: Front, request: Request, grown: list[Beam], params: Beam
     if not request.has_grammar or engine.machine.grammars.words.no_end is None:
         return grown
     grammars, found, live = engine.machine.grammars, [beam for beam in grown if beam.ended], 0
-    await asyncio.shield(asyncio.wrap_future(grammars.compiled(request.constraint)))  # it may have left the cache
     for beam in sorted((beam for beam in grown if not beam.ended), key=lambda one: -one.score(params.length_penalty)):
         if live == params.beam_width:
             break

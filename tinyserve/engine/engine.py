@@ -252,7 +252,8 @@ class Engine:
         return self.streams.abort(request_id if callable(request_id) else lambda name: request_id in (None, name))
 
     def progress(self, request_id: str) -> tuple[int, int, int] | None:
-        """How far a request's prompt is, see Scheduler.progress; None when it is not known (yet)."""
+        """How far a request's prompt is, see Scheduler.progress; None when it is not known (yet), as it is not while
+        it may be refused."""
         return next(map(self.machine.scheduler.progress, self.streams.ids(request_id)), None)
 
     async def tokenize(self, text: str, **options: Any) -> list[int]:

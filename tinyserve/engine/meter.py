@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from ..config import SchedulerOptions
 from ..errors import NumericsError, Overloaded
+from ..grammar.line import Crowded
+from ..grammar.trial import NoChild
 from ..request import FinishReason, Output
 from ..scheduling.scheduler import SchedulerStats
 from ..step import StepInput
@@ -75,7 +77,8 @@ class Meter:
         """The scheduler did not take a request; counts only what was refused because too much waits."""
         if isinstance(error, Overloaded):
             full = options.max_num_queued_reqs is not None and waiting >= options.max_num_queued_reqs
-            self.metrics.rejected("queue_reqs" if full else "queue_tokens")
+            queue = "queue_reqs" if full else "queue_tokens"
+            self.metrics.rejected("queue_grammars" if isinstance(error, Crowded | NoChild) else queue)
 
     def more(self, answer: Answer, tokens: int, before: float) -> None:
         """An answer grew by tokens that are shown later; not its first ones."""

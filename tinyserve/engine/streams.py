@@ -21,13 +21,13 @@ from itertools import chain, starmap
 
 from attrs import define, evolve
 
-from ..errors import EngineError
-from ..request import FinishReason, Output, RequestOutputKind, Usage
+from ..errors import EngineError, retold
+from ..request import FinishReason, Output, RequestOutputKind
 from ..scheduling.convoy import Convoy, Grown
 from ..scheduling.scheduler import Update
 from .answer import Answer, merged
 from .backlog import Backlog
-from .intake import Prepared
+from .later import Later
 from .meter import Meter
 from .pace import Pace
 from .searches import Meant, Searches
@@ -36,33 +36,6 @@ _log = logging.getLogger(__name__)
 _WORK = 128  # units of 5 us or so between two turns of everybody else
 _EVENT, _EDGE = 6, 32  # units of an event, and of an answer's first or last one: heads, ends, metrics
 _JOIN_AT = 64  # outputs that may wait before they are made one; bounds the number of objects for a reader that is gone
-
-
-@define
-class Later:
-    """Answers of a call that are not queued yet: `next` .. `end` - 1. aborted: they never will be. error: why not."""
-
-    prepared: Prepared
-    next: int
-    end: int
-    aborted: bool = False
-    error: Exception | None = None
-
-    def __len__(self) -> int:
-        return self.end - self.next
-
-    def ended(self) -> Output:
-        """The only output of the next one, when it was aborted before it was queued."""
-        index, prompt = self.next, self.prepared.requests[0].prompt_ids
-        self.next += 1
-        usage = Usage(prompt_tokens=len(prompt))
-        return Output(
-            request_id=self.prepared.name,
-            index=index,
-            finish_reason=FinishReason.ABORT,
-            usage=usage,
-            error=self.error,
-        )
 
 
 class Stream:
@@ -91,12 +64,22 @@ class Stream:
         self._started: set[int] = set()
         self._due: dict[int, None] = {}  # answers with something to show, oldest first
         self._error: Exception | None = None
+        self._let_go: list[Callable[[], None]] = []  # of what is held for it
         self._reader: asyncio.Future[None] | None = None  # who waits; one future a wait is cheaper than an Event
 
     @property
     def exhausted(self) -> bool:
         """Whether every answer has ended and all of it was read."""
         return not self.unfinished and not self._waiting and not self.later
+
+    def holds(self, let_go: Callable[[], None]) -> None:
+        """Have `let_go` called when it ends."""
+        self._let_go.append(let_go)
+
+    def end(self) -> None:
+        """Nothing of it is computed any more."""
+        while self._let_go:
+            self._let_go.pop()()
 
     def put(self, output: Output, *, turn: bool = True) -> None:
         """Add an output; never blocks. turn: whether it may be shown now, if there is no reason to show it at once."""
@@ -129,6 +112,7 @@ class Stream:
         self._waiting.clear()
         self.later = None
         self._error = error
+        self.end()
         self.wake()
 
     def wake(self) -> None:
@@ -145,7 +129,7 @@ class Stream:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         if self._error is not None:
-            raise self._error
+            raise retold(self._error)
         index = next(iter(self._due))
         del self._due[index]
         output = merged(self._waiting.pop(index))
@@ -342,6 +326,7 @@ class Streams:
             if tell:
                 begun = last.usage.completion_tokens or error is None
                 stream.put(last if begun else evolve(last, error=error()))
+        stream.end()
         self._note_empty()
 
     def abort(self, meant: Meant = lambda name: True, error: Callable[[], Exception] | None = None) -> int:
@@ -380,6 +365,7 @@ class Streams:
         stream.longest = max(stream.longest, last.usage.completion_tokens)
         if not stream.unfinished and not stream.later:
             self._meter.call_ended(answer, stream.longest)
+            stream.end()
         self._note_empty()
 
     def _note_empty(self) -> None:

@@ -2,40 +2,43 @@
 
 A request whose grammar is not compiled waits in the scheduler's queue (its constraint is not `ready`), while others
 pass it. Each grammar is tried in a process first (trial.py), so that none can hold a thread, or take memory, for long.
-Nearly all are compiled within milliseconds; those that are not go to a thread of their own, and nobody waits for them.
+Nearly all are compiled within milliseconds; those that are not go to a thread of their own, and nobody else waits for
+them (line.py).
 
-Before: trial.py.  After: matcher.py (one answer's place in a grammar), engine/engine.py (tells failures).
+Before: trial.py, line.py.  After: matcher.py (one answer's place in a grammar), engine/engine.py (tells failures).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from ..errors import Overloaded, RequestError
+from ..errors import RequestError, TinyserveError
 from ..request import Request
 from ..structured import Constraint as Wanted
 from .bits import forbid
+from .line import Compiled, Line
 from .matcher import UNCONSTRAINED, Constraint, Matcher
 from .ordinary import Ordinary
 from .sayings import explained
-from .trial import RETRY_SECONDS, NoChild, TooMuch, Trial, compiled
+from .trial import NoChild, TooMuch, Trial, compiled
 from .words import Tokens, Words, words_of
 
+QUICK, SLOW = (0,), (1, 2)  # how often a grammar was tried before, in which thread
 CACHED = 512  # grammars
 CACHED_BYTES = 512 * 2**20
 LETTERS, SHORT = r'[^"\\\x00-\x1F\x7F]', (2, 4, 6)  # of a JSON text
 KNOWN, KNOWN_CHARACTERS = 1024, 256  # texts whose ids are kept, and their length
-WAIT_SECONDS = 20.0  # a request waits no longer for its grammar
-QUICK_SECONDS, SECONDS = 0.3, 3.0  # of one core, that a grammar may take at first, and in the thread for slow ones
+# Of one core, that a grammar may take: at first, then in the thread for slow ones, and there at last.
+QUICK_SECONDS, LONGER_SECONDS, SECONDS = 0.1, 0.5, 3.0
 
 
 class Threads(Protocol):
@@ -43,31 +46,6 @@ class Threads(Protocol):
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]: ...
     def close(self, *, wait: bool = True) -> None: ...
-
-
-class Compiled(Future["LLMatcher | None"]):
-    """A grammar, compiled or on its way.
-
-    Attributes:
-        bytes: of memory that it takes.
-        begun: time.monotonic() when its thread turned to it; None: it waits for others before it.
-    """
-
-    bytes = 0
-    begun: float | None = None
-
-    def late(self, wanted: Wanted) -> Exception:
-        """Why it is not there after WAIT_SECONDS, most of which it waited for others or was tried itself."""
-        if self.begun is not None and time.monotonic() - self.begun > WAIT_SECONDS / 2:
-            return RequestError(
-                f"{wanted.param}: it could not be compiled within {WAIT_SECONDS:.0f} seconds; make it simpler.",
-                param=wanted.param,
-            )
-        return Overloaded(
-            f"{wanted.param}: {WAIT_SECONDS:.0f} seconds went by with grammars of other requests, which were first. "
-            "Retry later.",
-            retry_after=RETRY_SECONDS,
-        )
 
 
 class Grammars:
@@ -87,8 +65,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._end_ids = sorted(end_ids)
         self._quick, self._slow = quick, slow
-        self._trials: dict[float, Trial] = {}  # by the seconds that they give a grammar
+        self._trials: dict[bool, Trial] = {}  # of the slow thread, and of the other
         self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._line = Line(tries=3)
         self._lock = threading.Lock()
         self._words: Words | None = None
         self._library: LLTokenizer | None = None
@@ -99,28 +78,26 @@ class Grammars:
             threads.close(wait=False)
         for trial in self._trials.values():
             trial.close()
+        self._line.close()
         for future in self._cache.values():
             future.cancel()
 
     def warm(self) -> None:
         """Make the vocabulary now. It holds the interpreter for a second or so, which streams would notice."""
         self._tokens()
-        self._trial(QUICK_SECONDS).start()
+        self._trial(slow=False).start()
 
     def constrain(self, request: Request) -> Constraint:
         """The constraint of a request, which may not be ready yet.
 
-        Raises: RequestError: its grammar was compiled before, and is wrong.
+        Raises: RequestError: its grammar was compiled before, and is wrong. Overloaded: too many wait.
         """
         wanted = request.constraint
         if wanted is None:
             return UNCONSTRAINED
         future = self.compiled(wanted)
         if future.done() and (error := future.exception()) is not None:
-            if isinstance(error, RequestError):
-                raise error.with_traceback(None)  # else it would keep the frames of every request that ever got it
-            self._cache.pop(_key(wanted), None)  # no grammar's fault, and those that waited were told
-            future = self.compiled(wanted)
+            raise error
         params = request.sampling
         begun = request.prompt_ids[len(request.prompt_ids) - request.answered :]
         return Matcher(future, lambda: self.words, wanted, params.stop_token_ids, params.min_tokens, begun)
@@ -128,33 +105,72 @@ class Grammars:
     def compiled(self, wanted: Wanted) -> Compiled:
         """The grammar, compiled or on its way; None: only the thought is limited.
 
-        It fails with RequestError, or with what is no grammar's fault, and is then kept until the next one asks.
+        It fails with RequestError, or with what is no grammar's fault: then it is compiled anew for who asks when all
+        were told that held it. Raises: Overloaded: too many wait.
         """
         key = _key(wanted)
         found = self._cache.get(key)
-        if found is not None:
+        if found is not None and not (found.blameless and (found.dropped or not found.held)):
             self._cache.move_to_end(key)
             return found
-        future = self._cache[key] = Compiled()
-        self._quick.submit(self._settle, future, wanted, QUICK_SECONDS)
-        while len(self._cache) > CACHED or sum(each.bytes for each in self._cache.values()) > CACHED_BYTES:
-            self._cache.popitem(last=False)
+        future = Compiled()
+        self._line.enter(future, wanted)
+        self._cache[key] = future
+        self._cache.move_to_end(key)
+        self._quick.submit(self._try_all, QUICK)
+        self._shrink()
         return future
 
-    def _settle(self, future: Compiled, wanted: Wanted, seconds: float) -> None:
-        """Compile within so many seconds, and say what came of it."""
-        if future.cancelled():
-            return
-        future.begun = time.monotonic()
+    def hold(self, wanted: Wanted) -> Compiled:
+        """As `compiled`, for somebody who waits for it, or uses it, until `release`: it is there for so long.
+
+        Raises: Overloaded: too many wait.
+        """
+        while not self._line.hold(found := self.compiled(wanted)):
+            pass  # it was dropped in this moment
+        return found
+
+    def release(self, compiled: Compiled) -> None:
+        """Wait for a grammar no longer. One for which nobody waits is not compiled, if its turn has not come."""
+        self._line.release(compiled)
+
+    @contextlib.contextmanager
+    def held(self, wanted: Wanted) -> Iterator[Compiled]:
+        """`hold` for as long as the context."""
+        found = self.hold(wanted)
         try:
-            matcher, future.bytes = self._compile(wanted, seconds)
+            yield found
+        finally:
+            self.release(found)
+
+    def _shrink(self) -> None:
+        """Forget those that were not used for longest: not those that somebody holds or waits for."""
+        size, count = sum(each.bytes for each in self._cache.values()), len(self._cache)
+        free = [(key, each) for key, each in self._cache.items() if each.done() and not each.held]
+        for key, each in free:
+            if count <= CACHED and size <= CACHED_BYTES:
+                break
+            del self._cache[key]
+            count, size = count - 1, size - each.bytes
+
+    def _try_all(self, tries: Sequence[int]) -> None:
+        """Try the grammars whose turn it is, of those that were tried so often before."""
+        while (taken := self._line.take(tries)) is not None:
+            self._try(*taken)
+
+    def _try(self, future: Compiled, wanted: Wanted, tried: int) -> None:
+        """Try a grammar once more, and say what came of it."""
+        seconds = min((QUICK_SECONDS, LONGER_SECONDS, SECONDS)[tried], SECONDS)
+        try:
+            matcher, future.bytes = self._compile(wanted, seconds, tried > 0)
             future.set_result(matcher)
         except TooMuch as error:
-            if seconds < SECONDS:
-                future.begun = None
-                self._slow.submit(self._settle, future, wanted, SECONDS)
-                return
-            future.set_exception(RequestError(f"{wanted.param}: {error}.", param=wanted.param))
+            if seconds == SECONDS:
+                future.set_exception(RequestError(f"{wanted.param}: {error}.", param=wanted.param))
+            elif self._line.enter(future, wanted, tried + 1):
+                self._slow.submit(self._try_all, SLOW)
+        except TinyserveError as error:
+            future.set_exception(error.with_traceback(None))  # whose frames hold what it was compiled with
         except MemoryError:
             future.set_exception(NoChild("no memory is left"))
         except BaseException as error:
@@ -168,10 +184,10 @@ class Grammars:
                 self._words = words_of(self._tokenizer, self._vocab_size, self._end_ids)
             return self._words
 
-    def _compile(self, wanted: Wanted, seconds: float) -> tuple[LLMatcher | None, int]:
+    def _compile(self, wanted: Wanted, seconds: float, slow: bool) -> tuple[LLMatcher | None, int]:
         if wanted.kind == "thought":
             return None, 0
-        verdict = self._trial(seconds).run(wanted, seconds)
+        verdict = self._trial(slow).run(wanted, seconds)
         error = verdict.error
         if not error:
             tokens = self._tokens()
@@ -192,12 +208,12 @@ class Grammars:
                 )
         return matcher, verdict.bytes
 
-    def _trial(self, seconds: float) -> Trial:
+    def _trial(self, slow: bool) -> Trial:
         words = self.words
         with self._lock:
-            if seconds not in self._trials:
-                self._trials[seconds] = Trial(words.width * 32, words.special, words.ends)
-            return self._trials[seconds]
+            if slow not in self._trials:
+                self._trials[slow] = Trial(words.width * 32, words.special, words.ends)
+            return self._trials[slow]
 
     def _tokens(self) -> LLTokenizer:
         """The vocabulary as the library has it, made once: 0.13 s of one core for 49,000 tokens, 1.3 s for 262,000."""

@@ -117,10 +117,10 @@ class Scheduler:
         return [seq.facts() for seq in islice(chain(self._tenants.running, self._waiting), most)]
 
     def progress(self, request_id: str) -> tuple[int, int, int] | None:
-        """Prompt tokens of a request: computed or found, found in the cache, all of them; None when it has ended."""
+        """See Sequence.progress; None when it has ended, too."""
         self._tenants.break_up()
         seq = self._sequences.get(request_id)
-        return seq and (min(seq.computed, len(seq.request.prompt_ids)), seq.cached or 0, len(seq.request.prompt_ids))
+        return seq and seq.progress()
 
     def add(self, request: Request) -> None:
         """Queue a request.

@@ -153,6 +153,12 @@ class Sequence:
         """Nothing of it is in the cache any more; everything known must be computed again."""
         self.computed = self.scheduled = 0
 
+    def progress(self) -> tuple[int, int, int] | None:
+        """Tokens of the prompt: computed or found, found in the cache, all of them; None while its grammar is not
+        there, and may yet be refused."""
+        size = len(self.request.prompt_ids)
+        return (min(self.computed, size), self.cached or 0, size) if self.constraint.ready else None
+
     def facts(self) -> SequenceFacts:
         """What people may see of it."""
         request = self.request

@@ -47,7 +47,7 @@ from .schema import (
     sampled,
     text,
 )
-from .sse import Generation
+from .sse import Generation, alive
 from .tools import ToolPlan, plan_tools
 
 Message = dict[str, Any]
@@ -124,7 +124,9 @@ async def messages(request: Request, service: Service) -> Generation:
     )
     outputs = engine.generate(ids, sampling, request_id=name, thinks=True, **more)
     outputs = service.spans.watch(outputs, request, spans.CHAT, name=name, model=model, sampling=sampling)
-    return Generation([outputs], 1, MessageWriter(shape), stream=stream, keep_alive=options.sse_keep_alive_interval)
+    return Generation(
+        [outputs], 1, MessageWriter(shape), stream=stream, **alive(engine, options.sse_keep_alive_interval, name)
+    )
 
 
 @facts("Messages", "Count the tokens of a conversation", body=COUNT, answer=answers.COUNT)

@@ -25,7 +25,7 @@ from .openai_chat import name_of
 from .requestlog import log_request
 from .sampling import StreamOptions, read_sampling, read_stream, request_options
 from .schema import Body, Param, choice, documented, facts, flag, inside, integer, refusal, text
-from .sse import ChoiceWriter, Generation
+from .sse import ChoiceWriter, Generation, alive
 
 _NOT_PARAMETERS = {"truncate_prompt_tokens", "truncation_side", "use_beam_search", "length_penalty", "best_of"}
 
@@ -97,8 +97,8 @@ async def generate(request: Request, service: Service) -> Generation:
         outputs, request, spans.TEXT, name=name, model=model, sampling=sampling, n=sampling.n
     )  # fmt: skip
     return Generation(
-        [outputs], sampling.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval
-    )  # fmt: skip
+        [outputs], sampling.n, writer, stream=stream.stream, **alive(engine, options.sse_keep_alive_interval, name)
+    )
 
 
 class TokenWriter(ChoiceWriter):

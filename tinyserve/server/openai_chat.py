@@ -33,7 +33,7 @@ from .reading import Reading, Readings, deltas
 from .requestlog import log_request
 from .sampling import StreamOptions, cut_prompt, read_sampling, read_stream, request_options
 from .schema import facts
-from .sse import ChoiceWriter, Generation, Progress
+from .sse import ChoiceWriter, Generation, Progress, alive
 from .tools import ToolPlan, plan_tools
 
 
@@ -124,9 +124,8 @@ async def chat_completions(request: Request, service: Service) -> Generation:
         outputs, request, spans.CHAT, name=request_id, model=model, sampling=sampling, n=shape.n
     )  # fmt: skip
     progress = Progress(writer.head, engine.progress, [request_id]) if stream.progress else None
-    return Generation(
-        [outputs], shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval, progress=progress
-    )
+    kept = alive(engine, options.sse_keep_alive_interval, request_id)
+    return Generation([outputs], shape.n, writer, stream=stream.stream, progress=progress, **kept)
 
 
 def name_of(request: Request, fields: Fields) -> str:

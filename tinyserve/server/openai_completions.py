@@ -29,7 +29,7 @@ from .prompts import Prompt, read
 from .requestlog import log_request
 from .sampling import StreamOptions, read_sampling, read_stream, request_options
 from .schema import facts
-from .sse import ChoiceWriter, Generation, Progress
+from .sse import ChoiceWriter, Generation, Progress, alive
 
 MAX_CHOICES = 16384  # prompts times answers
 DEFAULT_MAX_TOKENS = 16
@@ -97,9 +97,8 @@ async def completions(request: Request, service: Service) -> Generation:
         for name, source in zip(names, sources, strict=True)
     ]
     progress = Progress(writer.head, engine.progress, names) if stream.progress else None
-    return Generation(
-        sources, shape.n, writer, stream=stream.stream, keep_alive=options.sse_keep_alive_interval, progress=progress
-    )
+    kept = alive(engine, options.sse_keep_alive_interval, *names)
+    return Generation(sources, shape.n, writer, stream=stream.stream, progress=progress, **kept)
 
 
 def _decided(fields: Fields, echo: bool) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from .responses_store import Follow, Kept, Run
 from .responses_writer import ResponseWriter, Shape, stamp
 from .sampling import read_sampling, request_options
 from .schema import Param, choice, facts, flag, integer, listed, text
-from .sse import Generation
+from .sse import Generation, alive
 from .tools import ToolPlan, plan_tools
 
 _ID = [Param("response_id", text(), "The id of a kept response.")]
@@ -106,7 +106,7 @@ async def create(request: Request, service: Service) -> Any:
         said = messages[1:] if fields.given("instructions") else messages
         kept = Kept(writer, list(said), listed_input(fields.raw("input"), before.all_items() if before else []))
     if not background:
-        return Generation([outputs], 1, writer, stream=stream, keep_alive=options.sse_keep_alive_interval)
+        return Generation([outputs], 1, writer, stream=stream, **alive(engine, options.sse_keep_alive_interval, name))
     service.responses.make_room()
     kept.run = _started(service, writer, outputs, keep_events=stream)
     service.responses.put(name, kept)

@@ -4,7 +4,8 @@ The HTTP status is sent with the first output, not before, so that whatever can 
 After it, an error is an event of its own, and the stream still ends as its protocol says. While the answer is being
 made, `receive` is watched: when the client is gone, the generator is closed, and that aborts the request in the engine,
 running or waiting. A stream that is silent for long (a queue, a long prompt) gets a comment now and then, so that no
-proxy takes it for dead; by then the request is known to be valid, so nothing is lost by sending the status.
+proxy takes it for dead, and with the first one the status; but none before its grammar is compiled, which may yet be
+refused: that is at most 20 s, and proxies wait for a minute.
 
 Before: face.py, errors.py.  After: the protocol files, which write the events.
 """
@@ -26,6 +27,7 @@ from ..request import Output, Usage
 from .errors import Failure, answer_to, describe, is_own
 
 _AT_ONCE = 32  # answers that begin, or end, in one turn of the loop
+_LOOK_SECONDS = 1.0  # until a stream that may say nothing yet looks again whether it may
 _NAMED = 20  # alternatives of a position, at most, as far as the size of an answer goes
 OFF_LOOP = 2048  # tokens and log-probabilities in an answer; writing more takes over 2 ms and is done in a thread
 DONE = b"data: [DONE]\n\n"
@@ -70,6 +72,7 @@ class Generation:
         n: answers per prompt.
         keep_alive: seconds of silence after which a stream gets a comment; 0: never.
         progress: asked now and then until the first output; gives an event, or b"" when there is no news.
+        known: whether it is known that there will be an answer: before, nothing is sent.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Generation:
         stream: bool,
         keep_alive: float = 0.0,
         progress: Callable[[], bytes] | None = None,
+        known: Callable[[], bool] = lambda: True,
     ) -> None:
         self._sources = sources
         self._n = n
@@ -88,6 +92,7 @@ class Generation:
         self._stream = stream
         self._keep_alive = keep_alive
         self._progress = progress
+        self._known = known
         self._answering = False
         self._unfinished = n * len(sources)
         self._last = b""  # events of the last output of all, which leave with the stream's end
@@ -154,6 +159,8 @@ class Generation:
     async def comment(self, send: Any) -> float:
         """Break a silence that has lasted too long. Returns: seconds until it may be so again."""
         left = self._sent + self._keep_alive - time.monotonic()
+        if left <= 0 and not self._started and not self._known():
+            return min(_LOOK_SECONDS, self._keep_alive)
         if left <= 0 and not self._sending.locked():  # a reader that does not read needs no comment
             await self._send(send, COMMENT)
         return left if left > 0 else self._keep_alive
@@ -195,6 +202,11 @@ class Progress:
         milliseconds = round(1000 * (time.monotonic() - self._start))
         told = {"total": state[2], "cache": state[1], "processed": state[0], "time_ms": milliseconds}
         return self._head + b'],"prompt_progress":' + orjson.dumps(told) + b"}\n\n"
+
+
+def alive(engine: Any, seconds: float, *names: str) -> dict[str, Any]:
+    """For a `Generation`: how its stream is kept alive. names: of the engine's requests, one for each prompt."""
+    return {"keep_alive": seconds, "known": lambda: any(engine.progress(name) is not None for name in names)}
 
 
 def _weight(output: Output) -> int:
