@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.harness import interpreting, nan_outputs
+from tinyserve.kernels import packed_gemm, packed_gemv, packed_limbs
 from tinyserve.layers.linear import Linear
 from tinyserve.quant.codes import FP4, Codes, Scheme
 from tinyserve.quant.grouped import Grouped
@@ -100,3 +101,33 @@ def test_products_are_those_of_the_dense_numbers(kernels):
             expected = torch.nn.functional.silu(first) * second
         error = float((y.float() - expected).abs().max() / expected.abs().max())
         assert error < (1e-3 if dtype == torch.float32 else 4e-3), (seed, scheme, parts, gate, tokens, error)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_large_matrices_of_four_bits_meet_whole_numbers(monkeypatch, ordered):
+    """A layer made as if it were large, on Hopper: scales of its groups stand beside each other, and products of 1 and
+    3 rows with a gate and of 9 without are those of its numbers; a group that takes its neighbour's scale is 30 %."""
+    make, scheme, columns = torch.Generator().manual_seed(5), Scheme("4", 4, 128), 384
+    draw, order = random.Random(5), torch.randperm(columns, generator=make) if ordered else None
+    found = [part(draw, make, scheme, 4, 40, columns, "differ", order) for _ in range(2)]
+    monkeypatch.setattr(packed_limbs, "LARGE", 0)
+    monkeypatch.setattr(packed_limbs, "MOST_SPLITS", 0)
+    monkeypatch.setattr(packed_limbs, "groups_warps", lambda tensor: True)
+    fits = lambda x, weight, **how: weight.beside is not None and x.shape[0] <= 16
+    for module in (packed_gemm, packed_gemv):
+        monkeypatch.setattr(module, "limbs_fit", fits)
+    with interpreting(), nan_outputs():
+        layer = Linear(columns, (40, 40))
+        layer.format = Grouped(scheme)
+        layer.allocate(torch.float16, torch.device("cpu"))
+        for at, codes in enumerate(found):
+            layer.load("weight", at, Held(codes))
+        layer.finish()
+        dense = torch.cat([codes.dense(torch.float32) for codes in found])
+        assert torch.equal(layer.beside_0.flatten(), layer.packed.scales.t().flatten())
+        for tokens, gate in ((1, "silu"), (3, "silu"), (9, None)):
+            x = torch.randn(tokens, columns, generator=make).half()
+            y = x.float() @ dense.T
+            y = y if gate is None else torch.nn.functional.silu(y[:, :40]) * y[:, 40:]
+            actual = layer.format.product(x, layer, gate=gate, residual=torch.zeros_like(y).half())
+            assert float((actual.float() - y).norm() / y.norm()) < 1e-3
