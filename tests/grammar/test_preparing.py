@@ -164,6 +164,29 @@ def test_remarks_stay_remarks_where_schemas_have_names():
     assert "uniqueItems" in fault(kept)
 
 
+@pytest.mark.parametrize("name", ["", "#", "/", ".", "json-schema:///", "http://json-schema.invalid/"])
+def test_no_schema_has_the_name_of_another(name):
+    """One inside with the name of the whole took its place without a word: the answer to this was a bare integer."""
+    inner = {"type": "integer", "$id": name}
+    root = {"type": "object", "properties": {"z": inner}, "required": ["z"], "additionalProperties": False}
+    assert "at #/properties/z: $id" in fault(root) and "the whole schema, too" in fault(root)
+
+
+def test_names_are_compared_as_the_library_resolves_them():
+    """Also in a definition that nothing uses; what only looks alike passes, as do remarks and pydantic's own names."""
+    for name in ("http://h/r", "http://h/r#", "r", "./r", "HTTP://H/r", "../r", "%72"):
+        for where in ("definitions", "$defs"):
+            schema = {"type": "object", "$id": "http://h/r", where: {"A": {"type": "integer", "$id": name}}}
+            assert f"at #/{where}/A: $id" in fault(schema), name
+    twice = {"anyOf": [{"$id": "http://h/a", "type": "integer"}, {"$id": "a", "type": "string"}]}
+    assert "is the name of #/anyOf/" in fault({**twice, "$id": "http://h/r"})
+    for name in ("#z", "z", "#/properties/z", "http://h/r/", "http://i/r"):
+        inner = {"type": "integer", "$id": name, "examples": [{"$id": "http://h/r"}]}
+        root = {"$id": "http://h/r", "type": "object", "properties": {"z": inner}, "required": ["z"]}
+        assert takes('{"z": 5}', json=root), name
+    assert takes('{"$id": "x"}', json={"type": "object", "properties": {"$id": {"const": "x"}, "id": {"$id": "y"}}})
+
+
 def test_definitions_that_nothing_uses_say_nothing():
     """A dangling $ref in one of them refused a whole document of an API; where it is used, it is told."""
     unused = {"A": {"$ref": "#/definitions/none"}, "B": {"enum": []}, "C": {"type": "cat"}, "D": {"$ref": "#/$defs/A"}}

@@ -28,7 +28,7 @@ HOLDING = (
     *("additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
 )
 SHOWN = 200  # characters of a pointer
-_NO_SCHEMAS = frozenset(("enum", "const", *ANNOTATIONS))
+NO_SCHEMAS = frozenset(("enum", "const", *ANNOTATIONS))
 # The steps from the root, the last one first: (all but the last, the last). Most are never written out.
 Place = tuple[Any, ...]
 
@@ -133,7 +133,7 @@ class Document:
                     continue
                 if name in WITH_SCHEMAS and isinstance(held, dict):
                     inner += [(((place, name), key), each, depth + 1) for key, each in held.items()]
-                elif name in HOLDING or (self._everything and name not in _NO_SCHEMAS):
+                elif name in HOLDING or (self._everything and name not in NO_SCHEMAS):
                     inner.append(((place, name), held, depth + 1))
             stack += reversed(inner)
 

@@ -17,6 +17,7 @@ from ..errors import shown
 from ..structured import Constraint
 from .apart import Choices
 from .keywords import check_words
+from .names import check_names
 from .numbers import Schema, Wrong, settle
 from .places import Document, at
 from .references import settle_references
@@ -39,6 +40,7 @@ def prepared(value: Any, constraint: Constraint) -> tuple[Schema, dict[str, Any]
     if not isinstance(schema, Mapping):
         raise Wrong(f"a JSON schema must be an object, got {shown(schema)}")
     schema.pop("x-guidance", None)
+    check_names(schema)
     document = Document(schema)
     for work in (check_shape, check_words):
         _each(document, work)
