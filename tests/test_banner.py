@@ -1,5 +1,6 @@
 """What a server prints when it is ready: each line does what it says, as it is pasted, in every setting."""
 
+import ast
 import asyncio
 import contextlib
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tinyserve.__main__ import main
-from tinyserve.cli.serve import _url, _welcome
+from tinyserve.cli.serve import _python, _url, _welcome
 from tinyserve.config import ServerOptions
 from tinyserve.server.serve import Server, open_socket
 
@@ -138,3 +139,10 @@ def test_who_needs_a_certificate_is_not_sent_to_a_client_without():
     banner = _welcome("https://127.0.0.1:1", service, 1.0)
 
     assert "tinyserve chat" not in banner and "--cert FILE --key FILE" in banner
+
+
+@pytest.mark.parametrize("name", ["tiny", "mód😀", "a'b\"c\\", "m\u202eod"])
+def test_python_reads_the_name_of_a_model_as_it_is(name):
+    """JSON writes a letter beyond 16 bits as two halves: pasted, the client could not send it."""
+    text = _python(name)
+    assert ast.literal_eval(text) == name and text.isprintable()

@@ -77,6 +77,7 @@ async def test_every_line_has_its_answer_or_its_error(tok, tmp_path):
     assert found["chat"]["error"] is None and found["chat"]["response"]["status_code"] == 200
     assert found["chat"]["response"]["body"]["choices"] == usual["choices"]
     assert found["chat"]["response"]["request_id"] == found["chat"]["response"]["body"]["id"]
+    assert found["unknown"]["id"] == "batch_req_" + found["unknown"]["response"]["request_id"]
     assert [choice["text"] for choice in found["text"]["response"]["body"]["choices"]] == ["ab", "ab"]
     for name, status, word in (("unknown", 404, "nobody"), ("wrong", 400, "temperature")):
         response = found[name]["response"]
@@ -337,6 +338,22 @@ def running(*argv, lines=2, loads=0.0, dying=False, **streams):
         with contextlib.suppress(OSError):
             process.stdin.close()
         process.stderr.close()
+
+
+def test_an_engine_that_dies_ends_a_run_whose_answers_nobody_reads():
+    """The thread that waited for room in the pipe was waited for in turn, for ever."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, b" " * 4096):
+            pass
+    os.set_blocking(writer, True)
+    try:
+        with running("-o", "-", dying=True, stdout=writer) as process:
+            assert process.wait(60) == 1 and b"boom" in process.stderr.read()
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

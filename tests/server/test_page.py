@@ -186,6 +186,25 @@ def test_stop_regenerate_edit_and_history(tmp_path):
 
 
 @needs_browser
+def test_a_chat_that_another_page_deletes_stays_deleted(tmp_path):
+    """It came back when its answer ended here; asked on, it is a chat of its own."""
+    engine = FakeEngine(b"word " * 30, delay=0.02, max_model_len=512)
+    stored = "JSON.parse(localStorage.getItem('tinyserve.chats')).map((chat) => chat.messages.length).join()"
+    with page_of(engine, tmp_path) as browser:
+        say(browser, "one")
+        browser.until("document.querySelector('.assistant .body')?.innerText.includes('word word')")
+        module = browser.run("[...document.scripts].find((script) => script.type === 'module').src")
+        history = json.dumps(module.rpartition("/")[0] + "/history.js")
+        browser.run(f"import({history}).then((h) => {{ h.forgetChat(h.loadChats()[0]); window.gone = true; }}); 0")
+        browser.until("window.gone")
+        answered(browser)
+        assert browser.run(stored) == ""
+        say(browser, "two")
+        answered(browser, 2)
+        assert browser.run(stored) == "4" and browser.errors == []
+
+
+@needs_browser
 def test_what_other_pages_and_programs_stored(tmp_path):
     """Each page wrote the list that it had read at its start: the chats of the other one were gone. A chat in a wrong
     shape left the page empty for ever. A question was lost with the page that waited for its answer."""

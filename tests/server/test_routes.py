@@ -24,6 +24,7 @@ async def call(method, url, engine=None, *, options=None, **arguments):
 def test_models(run):
     listed = strict(run(call("GET", "/v1/models")).text)
     one = strict(run(call("GET", "/v1/models/alias")).text)
+    assert strict(run(call("GET", "/v1/models/")).text) == strict(run(call("GET", "/v1/models")).text)
 
     assert [card["id"] for card in listed["data"]] == ["tiny", "alias"]
     assert (one["id"], one["max_model_len"], one["root"], one["object"]) == ("alias", 256, "tiny-folder", "model")

@@ -182,18 +182,18 @@ class Batch:
             raise group.exceptions[0] from None
 
     async def _one(self, line: Line) -> None:
-        custom, response, error = None, None, None
+        custom, response, error, name = None, None, None, uuid.uuid4().hex
         try:
             if not line.data:
                 raise RequestError(f"It has {line.size} bytes; a body may have {self._most} (--max-body-bytes).")
             asked = _parsed(line.data)
             custom = self._custom(asked)
-            response = await self._asked(*_checked(asked))
+            response = await self._asked(name, *_checked(asked))
         except RequestError as wrong:
             error = {"code": "invalid_request", "message": f"Line {line.number}: {wrong}"}
         self.answered += 1
         self.refused += error is not None or response["status_code"] != 200
-        answer = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom, "response": response, "error": error}
+        answer = {"id": f"batch_req_{name}", "custom_id": custom, "response": response, "error": error}
         await self._sink.write(orjson.dumps(answer, option=orjson.OPT_APPEND_NEWLINE))
 
     def _custom(self, asked: dict[str, Any]) -> Any:
@@ -207,11 +207,11 @@ class Batch:
                 self._ids.add(hash(custom))
         return custom
 
-    async def _asked(self, path: str, body: bytes) -> dict[str, Any]:
-        """What the app answers."""
-        status, data = await call(self._app, path, body)
+    async def _asked(self, name: str, path: str, body: bytes) -> dict[str, Any]:
+        """What the app answers. name: under which it is asked, and which the log has."""
+        status, data = await call(self._app, path, body, name)
         parsed = orjson.loads(data)
-        return {"status_code": status, "request_id": parsed.get("id") or uuid.uuid4().hex, "body": parsed}
+        return {"status_code": status, "request_id": parsed.get("id") or name, "body": parsed}
 
     def report(self) -> str:
         """A line for the log."""
@@ -248,12 +248,13 @@ def _checked(asked: dict[str, Any]) -> tuple[str, bytes]:
         raise RequestError("body is nested too deeply.", param="body") from None
 
 
-async def call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+async def call(app: Any, path: str, body: bytes, name: str) -> tuple[int, bytes]:
     """POST a JSON body to an ASGI app in this process. Returns: the status and the body of its answer."""
-    lengths = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"x-request-id", name.encode())]
+    headers.append((b"content-length", b"%d" % len(body)))
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": lengths,
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
         "client": None, "server": None,
     }  # fmt: skip
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])

@@ -7,7 +7,7 @@ Whether both are the same file is asked of the system, not of their names: links
 A file that the shell has opened (`-o /dev/stdout >> FILE`) is the shell's to empty; one of ours is emptied once there
 is something to answer with.
 
-Before: nothing.  After: batch.py.
+Before: engine/thread.py.  After: batch.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from attrs import frozen
 
+from ..engine.thread import in_own_thread
 from ..errors import ConfigError, EngineError
 
 STANDARD = {"-i": 0, "-o": 1}  # descriptors that `-` stands for
@@ -122,7 +123,8 @@ class Sink:
                 if self._regular:
                     self._write(line)
                 else:
-                    await asyncio.to_thread(self._write, line)  # which may wait for another program
+                    # Which may wait for another program, for ever: a run that ends otherwise does not wait for it.
+                    await in_own_thread("answers", self._write, line, daemon=True)
             except BrokenPipeError:
                 if self._descriptor == STANDARD["-o"]:
                     raise

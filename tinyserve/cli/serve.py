@@ -118,7 +118,7 @@ def _welcome(address: str, service: Service, seconds: float) -> str:
     imports = "from openai import OpenAI"
     if options.uds:
         imports = f"import httpx\n{imports}"
-        arguments += f",\n  http_client=httpx.Client(transport=httpx.HTTPTransport(uds={json.dumps(options.uds)}))"
+        arguments += f",\n  http_client=httpx.Client(transport=httpx.HTTPTransport(uds={_python(options.uds)}))"
     return f"""
 Ready in {seconds:.1f} s: {log.printable(name)}, context {engine.max_model_len} tokens, at {address}
 
@@ -129,9 +129,14 @@ Ready in {seconds:.1f} s: {log.printable(name)}, context {engine.max_model_len} 
 {imports}
 client = OpenAI({arguments})
 answer = client.chat.completions.create(
-  model={json.dumps(name)}, messages={json.dumps(question["messages"])})
+  model={_python(name)}, messages={json.dumps(question["messages"])})
 print(answer.choices[0].message.content)
 {_terminal(address, url, options)}{_remarks(options)}"""
+
+
+def _python(text: str) -> str:
+    """A text as Python has it. JSON writes some letters as two halves, which no client could send."""
+    return json.dumps(text) if text.isascii() else repr(text)
 
 
 def _url(address: str, options: ServerOptions) -> str:

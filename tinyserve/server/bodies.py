@@ -72,7 +72,8 @@ SAMPLING = [
     Param("length_penalty", number(), "Exponent of the length that beam scores are divided by."),
     Param("repetition_detection", mapping(), "End answers that go round in circles: max_pattern_size, "
           "min_pattern_size, min_count (at least 2)."),
-    sampled("thinking_token_budget", "Most tokens of the thought before an answer; -1: no limit."),
+    sampled("thinking_token_budget", "Most tokens of the thought before an answer; -1: no limit. Not beside a form "
+            "that holds the thought as well."),
     STRUCTURED,
     *refusal("best_of", off=[1], why="draw several answers with n, and choose among them.",
              help="Not a field of this API any more."),

@@ -46,6 +46,8 @@ async def list_models(_request: Request, service: Service) -> Response:
 
 @facts("Models", "One of them", answer=answers.MODEL, refusals=(404,), path=[Param("name", text(), "A served name.")])
 async def one_model(request: Request, service: Service) -> Response:
-    """The card of one name. Raises: UnknownModel."""
+    """The card of one name; without one, as under `/v1/models`. Raises: UnknownModel."""
     name = request.path_params["name"]
+    if not name:
+        return await list_models(request, service)
     return Response(orjson.dumps(_card(service, name)), media_type="application/json")

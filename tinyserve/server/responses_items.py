@@ -85,7 +85,8 @@ BODY = Body("ResponseRequest", [
     Param("priority", integer(*INT64), "Lower runs earlier, with --scheduling-policy priority.", 0),
     Param("request_id", text(), "For the server's log; the header X-Request-Id wins."),
     STRUCTURED,
-    sampled("thinking_token_budget", "Most tokens of the thought before an answer; -1: no limit."),
+    sampled("thinking_token_budget", "Most tokens of the thought before an answer; -1: no limit. Not beside a form "
+            "that holds the thought as well."),
     *refusal("prompt", why="stored prompts are not kept here; send instructions and input."),
     *refusal("conversation", why="conversations are not kept here; use previous_response_id."),
     *refusal("max_tool_calls", why="no tool runs on the server, so there is nothing to count."),

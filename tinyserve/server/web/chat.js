@@ -1,7 +1,7 @@
 // The page: conversations, settings, and one answer at a time. What is shown is made of DOM nodes only; see markdown.js.
 
 import { chat as ask, models } from "./api.js";
-import { forgetChat, loadChats, loadKey, loadSettings, onOthers, saveChat, saveKey, saveSettings } from "./history.js";
+import { forgetChat, isForgotten, loadChats, loadKey, loadSettings, onOthers, saveChat, saveKey, saveSettings } from "./history.js";
 import { MessageView, alternatives, element } from "./message.js";
 
 const $ = (id) => document.getElementById(id);
@@ -69,11 +69,13 @@ function openSettings(focus = "system") {
 
 function newChat() {
   stop();
-  state.chat = { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, title: "New chat", messages: [] };
+  state.chat = { id: newId(), title: "New chat", messages: [] };
   state.chats.unshift(state.chat);
   show();
   $("input").focus();
 }
+
+const newId = () => `${Date.now()}-${Math.random().toString(36).slice(2)}`;
 
 function openChat(chat) {
   if (chat === state.chat) return;
@@ -275,6 +277,7 @@ function send() {
   const text = $("input").value.trim();
   if (!text || state.running) return;
   if (!state.chat.messages.length) state.chat.title = text.slice(0, 60);
+  if (isForgotten(state.chat)) state.chat.id = newId(); // another page deleted it, and here it goes on
   append({ role: "user", content: text });
   saveChat(state.chat);
   $("input").value = "";

@@ -3,6 +3,7 @@
 const CHATS = "tinyserve.chats";
 const SETTINGS = "tinyserve.settings";
 const KEY = "tinyserve.key";
+const DELETED = "tinyserve.deleted"; // ids of chats, so that no other page that has one open brings it back
 const MOST = 100;
 
 function read(storage, name, otherwise) {
@@ -39,8 +40,9 @@ export function loadChats() {
   return found.filter((chat) => chat && isText(chat.id) && isText(chat.title) && Array.isArray(chat.messages) && chat.messages.every(isMessage));
 }
 
-/** Store one chat as it is now. Other pages store theirs in the same list, so that is read anew. */
+/** Store one chat as it is now. Other pages store theirs in the same list, so that is read anew; one may have deleted it. */
 export function saveChat(chat) {
+  if (isForgotten(chat)) return;
   const chats = loadChats();
   const at = chats.findIndex((other) => other.id === chat.id);
   if (at < 0) chats.unshift(chat);
@@ -48,7 +50,18 @@ export function saveChat(chat) {
   store(chats.filter((one) => one.messages.length));
 }
 
-export const forgetChat = (chat) => store(loadChats().filter((other) => other.id !== chat.id));
+export function forgetChat(chat) {
+  write(localStorage, DELETED, [chat.id, ...deleted()].slice(0, MOST));
+  store(loadChats().filter((other) => other.id !== chat.id));
+}
+
+/** Whether a chat was deleted, here or in another page. */
+export const isForgotten = (chat) => deleted().includes(chat.id);
+
+function deleted() {
+  const found = read(localStorage, DELETED, []);
+  return Array.isArray(found) ? found : [];
+}
 
 /** Call back when another page has stored something. */
 export function onOthers(changed) {
