@@ -249,7 +249,7 @@ def test_a_child_that_does_not_answer_is_ended(monkeypatch):
     tried = trial.Trial(VOCAB, {}, (EOS,))
     try:
         assert tried.run(letter("a"), 3.0).error == ""
-        os.kill(tried._child.pid, signal.SIGSTOP)
+        os.killpg(tried._child.pid, signal.SIGSTOP)
         monkeypatch.setattr(trial, "START_SECONDS", 0.2)
         monkeypatch.setattr(trial, "PATIENCE", 0.0)
         with pytest.raises(trial.TooMuch):
@@ -260,29 +260,46 @@ def test_a_child_that_does_not_answer_is_ended(monkeypatch):
         tried.close()
 
 
-def test_a_child_is_ready_for_those_behind_a_grammar_that_went_too_far(monkeypatch):
+def test_another_twin_is_ready_behind_a_grammar_that_went_too_far():
     """Each hostile grammar cost the next one the start of a process, too: 0.3 s in the one queue of all."""
     tried = trial.Trial(VOCAB, {}, (EOS,))
-
-    def stuck(text):
-        monkeypatch.setattr(trial, "START_SECONDS", 0.2)
-        monkeypatch.setattr(trial, "PATIENCE", 0.0)
-        os.kill(tried._child.pid, signal.SIGSTOP)
-        with pytest.raises(trial.TooMuch):
-            tried.run(letter(text), 3.0)
-        monkeypatch.undo()
-
+    hostile = Constraint(kind="json", value={"type": "integer", "multipleOf": 1234567})
     try:
-        assert tried.run(letter("a"), 3.0).error == "" and tried._spare is None, "nobody was hostile yet"
-        stuck("b")
-        assert tried.run(letter("c"), 3.0).error == ""
-        spare = tried._spare
-        stuck("d")
-        assert tried.run(letter("e"), 3.0).error == "" and tried._child is spare
-        children = [tried._child, tried._spare]
+        assert tried.run(letter("a"), 3.0).error == ""
+        before = tried._child
+        for text in "bcd":
+            with pytest.raises(trial.TooMuch, match=r"more than 0\.05 seconds"):
+                tried.run(hostile, 0.05)
+            assert tried.run(letter(text), 3.0).error == "" and tried._child is before
+        (twin,) = Path(f"/proc/{before.pid}/task/{before.pid}/children").read_text().split()
     finally:
         tried.close()
-    assert all(child.poll() is not None for child in children) and tried._spare is None
+    assert before.poll() is not None
+    ended(twin)
+
+
+def ended(number):
+    """Wait until a process has ended."""
+    state, end = Path(f"/proc/{number}/stat"), time.monotonic() + 30
+    while state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_twin_ends_with_its_child_and_with_the_pipe():
+    """Nobody but the child knows of it: where that is killed, the end of the pipe tells."""
+    tried = trial.Trial(VOCAB, {}, (EOS,))
+    try:
+        for end in (lambda child: child.kill(), lambda child: child.stdin.close()):
+            assert tried.run(letter("a"), 3.0).error == ""
+            before = tried._child
+            (twin,) = Path(f"/proc/{before.pid}/task/{before.pid}/children").read_text().split()
+            end(before)
+            before.wait(30)
+            assert tried.run(letter("b"), 3.0).error == "" and tried._child is not before
+            ended(twin)
+    finally:
+        tried.close()
 
 
 def test_what_waited_for_others_is_not_to_blame():

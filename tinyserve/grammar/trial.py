@@ -2,18 +2,21 @@
 
 The library counts its steps, but one step can be as large as it likes: the intersection of thirty patterns, or a
 number that must be a multiple of 1234567, holds a thread for minutes and takes gigabytes, and no thread can be stopped.
-So each grammar is first compiled in a child with few seconds of its core, little memory and a quarter of the stack, and
-followed for some tokens. Where it goes too far the child dies, its sender gets a 400, and the next grammar has another
-child. From the first one that died on, a spare one starts while a grammar is tried, so that those who come behind many
-that go too far do not wait for a start each time.
+So each grammar is first compiled in a process with few seconds of its core, little memory and a quarter of the stack,
+and followed for some tokens. Where it goes too far the process dies, and its sender gets a 400.
 
-    parent <--"!"-- child, once        parent --length, JSON--> child: make, compile, follow --length, JSON--> parent
+    parent <--"!"-- child, once        parent --length, JSON--> twin: make, compile, follow --length, JSON--> parent
+                    '--fork--> twin, until it dies: child --length, JSON--> parent, and another twin
+
+The child has imported all and waits; a twin of it does the work. So the next grammar finds another twin 5 ms after one
+has died, where a start takes 0.2 s of a core, 0.4 with a large vocabulary: those who come behind many that go too far
+would wait for one each time.
 
 What was asked for is made a grammar there as well: that takes a second for a schema of 250 KB that is meant to, in
 which the threads of the server would stand in line for the interpreter.
 
 A system without limits of a process (Windows) bounds a trial by the parent's patience alone: a grammar may take as much
-memory there as it gets within that time.
+memory there as it gets within that time. Nor has it twins: the child does the work, and is started again.
 
 The child's vocabulary is the 256 bytes and the special tokens: what a grammar costs hardly depends on the words.
 
@@ -27,6 +30,7 @@ import ctypes
 import importlib
 import json
 import logging
+import os
 import random
 import select
 import signal
@@ -70,6 +74,8 @@ _STARTING = threading.Lock()  # the size of stacks is the process's: one at a ti
 T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _READY = b"!"
+_FORKS = hasattr(os, "fork")
+GROWN = 2  # status of a twin that holds too much memory
 _log = logging.getLogger(__name__)
 _CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tinyserve.grammar.trial import child; child()"
 
@@ -134,9 +140,7 @@ class Trial:
     def __init__(self, size: int, special: Mapping[str, int], end_ids: tuple[int, ...]) -> None:
         self._words = json.dumps([size, dict(special), list(end_ids)])
         self._child: subprocess.Popen[bytes] | None = None
-        self._spare: subprocess.Popen[bytes] | None = None
         self._ready = False  # the child has said that it reads
-        self._wary = False  # a child had to be ended
         self._lock = threading.Lock()  # of the child's beginning and end
         self._closed = False
 
@@ -145,16 +149,7 @@ class Trial:
         with self._lock:
             if self._child is None and not self._closed:
                 self._ready = False
-                spare, self._spare = self._spare, None
-                if spare is not None and spare.poll() is not None:
-                    _ended(spare)
-                    spare = None
-                self._child = spare or self._started()
-
-    def _start_spare(self) -> None:
-        with self._lock, contextlib.suppress(NoChild):
-            if self._wary and self._spare is None and not self._closed:
-                self._spare = self._started()
+                self._child = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:
         try:
@@ -183,20 +178,21 @@ class Trial:
             data = json.dumps([seconds, *wanted.key]).encode()
             child.stdin.write(_LENGTH.pack(len(data)) + data)
             child.stdin.flush()
-            self._start_spare()
             end = time.monotonic() + START_SECONDS + seconds * PATIENCE
             (length,) = _LENGTH.unpack(_read(child, _LENGTH.size, end))
-            error, size, text, fresh = json.loads(_read(child, length, end))
-            done = fresh
+            answer = json.loads(_read(child, length, end))
+            if len(answer) > 1:
+                error, size, text, done = answer
+                return Verdict(error, size, text)
+            (status,), done = answer, True  # of a twin that is dead; there is another one
         except (OSError, EOFError, ValueError):
-            if self._end() == -signal.SIGSEGV:
-                raise TooMuch("what it asks for is nested too deeply, or references lead too deep; nest less") from None
-            raise TooMuch(f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile") from None
+            status = self._end()
         finally:
             if not done:  # dead, stuck, or grown
-                self._wary = True
                 self._end()
-        return Verdict(error, size, text)
+        if status == -signal.SIGSEGV:
+            raise TooMuch("what it asks for is nested too deeply, or references lead too deep; nest less")
+        raise TooMuch(f"it takes more than {seconds:g} seconds or {MEMORY_BYTES >> 20} MB to compile")
 
     def _await(self, child: subprocess.Popen[bytes]) -> None:
         """Wait until a new child reads. Raises: NoChild."""
@@ -210,11 +206,9 @@ class Trial:
         self._ready = True
 
     def close(self) -> None:
-        """End the child, whatever it does, and the spare one."""
+        """End the child, whatever it does."""
         with self._lock:
             self._closed = True
-            spare, self._spare = self._spare, None
-        _ended(spare)
         self._end()
 
     def _end(self) -> int:
@@ -225,11 +219,12 @@ class Trial:
 
 
 def _ended(child: subprocess.Popen[bytes] | None) -> int:
-    """End a child, if it is one. Returns: the status with which it ended."""
+    """End a child, if it is one, and its twin. Returns: the status with which it ended."""
     if child is None:
         return 0
-    with contextlib.suppress(OSError):
-        child.kill()
+    if child.poll() is None:  # else its twin sees the pipe end, and its number may be another's
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL) if _FORKS else child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):
         with contextlib.suppress(OSError):  # what could not be written any more
@@ -277,23 +272,52 @@ class _Bytes:
 
 
 def child() -> None:
-    """The other end: answers until the pipe ends, or a grammar goes too far."""
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    """The other end: twins of this process answer until the pipe ends, one after the other."""
     size, special, end_ids = json.loads(sys.argv[2])
     tokens = LLTokenizer(TokenizerWrapper(_Bytes(size, special, end_ids)), eos_token=end_ids)
     _follow(compiled(tokens, "start: /[a-z]+/"))  # what the library makes once
     usual = _memory()
     _bound(_memory(0) + MEMORY_BYTES)
-    sink.write(_READY)
-    sink.flush()
+    sys.stdout.buffer.write(_READY)
+    sys.stdout.buffer.flush()
+    if not _FORKS:
+        _answer(tokens, special, usual)
+        return
+    while status := _twin(lambda: _answer(tokens, special, usual)):
+        if status != GROWN:
+            _say([status])
+
+
+def _twin(work: Callable[[], int]) -> int:
+    """Have a twin of this process do something and end. Returns: its status, as of subprocess."""
+    if (number := os.fork()) > 0:
+        return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    status = 1
+    try:
+        status = work()
+    finally:
+        os._exit(status)
+
+
+def _answer(tokens: LLTokenizer, special: Mapping[str, int], usual: int) -> int:
+    """Try what is asked for until the pipe ends, or too much memory is held: 0, or GROWN."""
+    source = sys.stdin.buffer
     while head := source.read(_LENGTH.size):
         seconds, *key = json.loads(source.read(*_LENGTH.unpack(head)))
         _alarm(seconds)
         verdict = _tried(tokens, special, key)
         _alarm(0)
-        data = json.dumps([*verdict, _memory() - usual < MEMORY_BYTES // 4]).encode()
-        sink.write(_LENGTH.pack(len(data)) + data)
-        sink.flush()
+        small = _memory() - usual < MEMORY_BYTES // 4
+        _say([*verdict, small or _FORKS])
+        if not small:
+            return GROWN
+    return 0
+
+
+def _say(answer: Sequence[Any]) -> None:
+    data = json.dumps(answer).encode()
+    sys.stdout.buffer.write(_LENGTH.pack(len(data)) + data)
+    sys.stdout.buffer.flush()
 
 
 def _tried(tokens: LLTokenizer, special: Mapping[str, int], key: Sequence[Any]) -> tuple[str, int, str]:
@@ -362,6 +386,8 @@ def _memory(field: int = 1) -> int:
         return 0
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[field]) * resource.getpagesize()
+            sizes = [int(number) for number in file.read().split()]
+            own = sizes[field] - sizes[2] * field  # pages of files are there for all, and for a twin when it reads them
+            return own * resource.getpagesize()
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
