@@ -54,7 +54,10 @@ def shown(value: Any) -> str:
 def retold(error: E) -> E:
     """The same error for somebody else. The one that is kept is never raised: what is raised takes along the frames of
     all whom it passes, and those would live for as long as it is kept."""
-    twin = type(error).__new__(type(error), *error.args)
+    kind = type(error)
+    twin = kind.__new__(kind, *error.args)
+    builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    builtin.__init__(twin, *error.args)  # not that of ours, whose arguments are others
     twin.__dict__.update(error.__dict__)
     twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
     return twin.with_traceback(error.__traceback__)

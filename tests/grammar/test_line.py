@@ -6,7 +6,7 @@ import traceback
 import pytest
 
 from tests.scripted import EOS, VOCAB
-from tinyserve.errors import EngineError, Overloaded, RequestError, retold
+from tinyserve.errors import EngineError, Overloaded, RequestError, UnknownModel, retold
 from tinyserve.grammar import compile, line
 from tinyserve.grammar.compile import Grammars
 from tinyserve.grammar.line import Compiled, Crowded, Line
@@ -45,9 +45,10 @@ def test_a_grammar_for_which_nobody_waits_is_not_compiled(own):
     """150 clients that had left kept everybody's new grammars waiting for minutes: each was tried for 3.3 s."""
     first = own.hold(choice("first"))
     left = [own.hold(choice(f"left {number}")) for number in range(150)]
-    shared = own.hold(choice("left 7"))
+    shared, size = own.hold(choice("left 7")), len(own._cache)
     for each in left:
         own.release(each)
+    assert len(own._cache) == size - 149, "what is there is not forgotten for them"
     assert shared is left[7] and len(own._line) <= 2 and not left[7].dropped
     last = own.hold(choice("last"))
     again = own.hold(choice("left 9"))
@@ -149,6 +150,8 @@ def test_each_who_is_told_of_an_error_has_one_of_his_own():
     twin = retold(caused)
     assert (twin.args, twin.__cause__) == (caused.args, caused.__cause__)
     assert retold(OSError(24, "x")).errno == 24
+    for error in (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"), KeyError("k"), UnknownModel("a", ("b",))):
+        assert (type(retold(error)), str(retold(error))) == (type(error), str(error))
 
 
 def kept_error(made):

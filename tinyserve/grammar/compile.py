@@ -113,7 +113,7 @@ class Grammars:
         if found is not None and not (found.blameless and (found.dropped or not found.held)):
             self._cache.move_to_end(key)
             return found
-        future = Compiled()
+        future = Compiled(key)
         self._line.enter(future, wanted)
         self._cache[key] = future
         self._cache.move_to_end(key)
@@ -133,6 +133,8 @@ class Grammars:
     def release(self, compiled: Compiled) -> None:
         """Wait for a grammar no longer. One for which nobody waits is not compiled, if its turn has not come."""
         self._line.release(compiled)
+        if compiled.dropped and self._cache.get(compiled.key) is compiled:
+            del self._cache[compiled.key]
 
     @contextlib.contextmanager
     def held(self, wanted: Wanted) -> Iterator[Compiled]:

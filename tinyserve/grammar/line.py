@@ -42,6 +42,7 @@ class Crowded(Overloaded):
 class Compiled(Future[Any]):
     """A grammar, compiled or on its way. Who asks for its error gets one of his own.
 
+    Args: key: equal for equal grammars.
     Attributes:
         bytes: of memory that it takes.
         begun: time.monotonic() when its thread turned to it; None: it waits for others before it.
@@ -54,6 +55,10 @@ class Compiled(Future[Any]):
     held = 0
     kept: float | None = None
     dropped = False
+
+    def __init__(self, key: bytes = b"") -> None:
+        super().__init__()
+        self.key = key
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As of a Future; the frames of one who is told do not stay with the next."""
