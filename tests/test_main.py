@@ -21,6 +21,11 @@ from .served import in_thread
 from .server.conftest import FakeEngine, service_of
 
 ROOT = Path(__file__).parent.parent
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def read(*argv):
@@ -272,16 +277,42 @@ def test_an_output_that_takes_nothing_is_told(output, code):
 
 def test_a_plan_needs_a_config_and_no_weights(tmp_path, capsys):
     """Hidden 64, 2 layers: 320 x 64 embeddings counted once although the head is named too, as it is tied."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
 
     assert main(["plan", str(tmp_path), "--device", "cpu"]) == 0
     assert f"{(320 * 64 + 2 * layer + 64) / 1e6:,.1f} M by its config" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--chat-template", "nosuch.jinja"], "--chat-template nosuch.jinja: no such file"),
+        (["--tool-call-parser", "foo"], "foo"),
+        (["--quantization", "awq"], "plain numbers"),
+        (["--device", "tpu"], "no such device"),
+        (["--batch-invariant"], "needs a GPU"),
+        (["--max-model-len", "99999"], "--max-model-len 99999"),
+        (["--enable-lora", "--lora-modules", "a=nowhere"], "nowhere"),
+        (["--gpu-memory-utilization", "1e-9", "--kv-cache-memory-bytes", "1"], "does not fit"),
+    ],
+)
+def test_a_plan_refuses_what_serve_refuses(argv, message, tmp_path, capsys):
+    """`serve` ended with 2 where `plan` with the same options printed a plan."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    device = [] if "--device" in argv else ["--device", "cpu"]
+    code = main(["plan", str(tmp_path), *device, *argv])
+    told = capsys.readouterr()
+
+    assert code in (1, 2) and message in told.out + told.err
+    assert "does not fit" in told.out or not told.out
+
+
+def test_a_plan_of_an_unknown_architecture_says_what_serve_does(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"architectures": ["NewForCausalLM"]}))
+
+    assert main(["plan", str(tmp_path), "--device", "cpu"]) == 1
+    assert "tinyserve[transformers]" in capsys.readouterr().err
 
 
 def test_an_interrupt_while_python_imports_shows_no_traceback(tmp_path):

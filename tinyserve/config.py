@@ -66,9 +66,7 @@ class ModelOptions:
 class LoadOptions:
     """How weights come into memory."""
 
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = option(
-        "auto", "dummy: random weights, for measuring"
-    )
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = option("auto", "dummy: random weights, to measure")
     download_dir: str | None = option(None, "folder for downloads [the hub's cache folder]")
     use_tqdm_on_load: bool = option(True, "show progress bars while downloading and loading")
 
@@ -78,9 +76,11 @@ class CacheOptions:
     """The paged KV cache."""
 
     block_size: int | None = option(None, "tokens in a block [64 on a GPU, 32 on the CPU]", low=1, high=256)
-    gpu_memory_utilization: float = option(0.92, "share of the device's memory for all of it", above=0.0, high=1.0)
+    gpu_memory_utilization: float = option(
+        0.92, "most of the device's, or machine's, memory for weights and cache, as a share", above=0.0, high=1.0
+    )
     kv_cache_memory_bytes: int | None = option(
-        None, "memory for KV blocks, e.g. 2GiB [what is left of the share]", low=1
+        None, "memory for KV blocks, e.g. 2GiB [the rest of that; on a CPU at most a quarter of what is free]", low=1
     )
     num_gpu_blocks_override: int | None = option(None, "exact number of blocks, for experiments", low=2, high=2**31 - 1)
     kv_cache_dtype: Literal[

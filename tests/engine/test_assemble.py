@@ -5,6 +5,7 @@ import gc
 import weakref
 
 import pytest
+from attrs import evolve
 
 from tests.real_models import smollm2
 from tests.scripted import FlatModel, ScriptModel
@@ -39,6 +40,20 @@ def test_a_gpu_without_a_c_compiler_is_one_line(monkeypatch):
     monkeypatch.setenv("CC", "/no/such/compiler")
     with pytest.raises(ConfigError, match="Install gcc or clang, or set CC"):
         check_compiler(Device("cuda"))
+
+
+def test_a_context_without_room_for_an_answer_is_warned_of(caplog):
+    """It said that it was ready, and answered nothing."""
+
+    async def work(length):
+        caplog.clear()
+        model = ScriptModel(PEPPER)
+        config = build({"model": "toy", "device": "cpu", "disable_log_stats": True, "max_num_seqs": 8})
+        engine = await Engine.start(config, parts=evolve(make_parts(model=model), max_model_len=length))
+        await engine.close()
+        return [record.levelname for record in caplog.records if "--max-model-len" in record.getMessage()]
+
+    assert (asyncio.run(work(1)), asyncio.run(work(2))) == (["WARNING"], [])
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -4,10 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyserve.device import Device
+from tinyserve.device import Device, Memory
 from tinyserve.errors import ConfigError
 from tinyserve.kv.groups import KVGroup
-from tinyserve.runner.memory import CacheRequest, Needs, blocks_per_sequence, longest_context, plan_cache, size_cache
+from tinyserve.runner.memory import (
+    CacheRequest,
+    Needs,
+    blocks_per_sequence,
+    longest_context,
+    plan_cache,
+    room,
+    size_cache,
+)
 
 FULL = (KVGroup(index=0, window=None, layers=(0, 1)),)
 HYBRID = (KVGroup(index=0, window=None, layers=(0,)), KVGroup(index=1, window=32, layers=(1,)))
@@ -66,3 +74,28 @@ def test_a_cache_larger_than_the_machine_is_refused(more):
     """100 TiB ended in a traceback of numpy, which could not allocate a byte for each block."""
     with pytest.raises(ConfigError, match="the device has"):
         size_cache(ask(**more), Device.pick("cpu"), 0, Needs())
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "held", "to_come", "expected"),
+    [
+        (20, 0.92, 0, 4, 4),  # a quarter of the 16 that are free once weights are there
+        (16, 0.92, 4, 0, 4),
+        (16, 0.15, 4, 0, 0.8),  # the share of 32 is 4.8: 0.8 beside the weights
+        (16, 0.001, 4, 0, -4 + 0.032),  # too little for the weights
+    ],
+)
+def test_a_share_of_a_machine_holds_weights_and_cache(free, share, held, to_come, expected):
+    """0.001 and 0.92 gave the same 4.93 GiB: the option was not looked at on a CPU."""
+    gib = 2**30
+    memory = Memory(free * gib, 32 * gib)
+
+    found = room(ask(cpu=True, utilization=share), memory, held * gib, to_come * gib)
+
+    assert found == pytest.approx(expected * gib, abs=2)
+    assert room(ask(cpu=True, utilization=share, cache_bytes=5), memory, held * gib, to_come * gib) == 5
+
+
+def test_too_little_on_a_cpu_names_the_option_that_counts_there():
+    with pytest.raises(ConfigError, match="Raise --kv-cache-memory-bytes, or free"):
+        plan_cache(ask(cpu=True), -7)

@@ -28,6 +28,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
+from ..options import format_bytes
 from ..quant.codes import Scheme
 from ..quant.format import Stored, WeightFormat
 from ..quant.grouped import Grouped
@@ -224,8 +225,8 @@ def load(
     place = {id(stored): number for number, stored in enumerate(tensors.values())}
     began = time.perf_counter()
     run(sorted(plan.jobs, key=lambda job: place[id(origin(job.stored))]), progress, device)
-    seconds, size = time.perf_counter() - began, sum(job.stored.nbytes for job in plan.jobs) / 1e9
-    log.info("weights: %.2f GB read in %.2f s, %.1f GB/s", size, seconds, size / seconds)
+    seconds, size = time.perf_counter() - began, sum(job.stored.nbytes for job in plan.jobs)
+    log.info("weights: %s read in %.2f s, %s/s", format_bytes(size), seconds, format_bytes(size / seconds))
     for head, owner in plan.shared:
         owner.lend(head)
 

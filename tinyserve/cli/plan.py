@@ -42,8 +42,11 @@ def run(argv: Sequence[str]) -> int:
     )
     log.set_up(config.log)
     from ..device import Device
+    from ..engine.parts import check_device, check_names
 
+    check_names(config)
     device = Device.pick(config.model.device)
+    check_device(config, device)
     memory = device.memory()
     config = config.resolve(device.kind, memory.total_bytes)
     facts = read_facts(config, device)
@@ -62,7 +65,7 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
     """Find the checkpoint and read its headers. Raises: CheckpointError, ConfigError."""
     from ..checkpoint.load import parameter_count
     from ..checkpoint.source import resolve
-    from ..engine.parts import context
+    from ..engine.parts import check_early, context
     from ..models.config import choose_dtype
     from ..models.registry import build_model, weight_bytes
 
@@ -74,6 +77,7 @@ def read_facts(config: EngineConfig, device: Any) -> Facts:
         offline=hub_offline(),
         load_format=config.load.load_format,
     )
+    check_early(config, source, options.served_model_name or (options.model,))
     model = build_model({**source.config(), **options.hf_overrides})
     dtype = choose_dtype(options.dtype, model.config, device.torch)
     shared = model.config.vocab_size * model.config.hidden if model.config.tied_head else 0
@@ -110,11 +114,12 @@ def _schemes(config: EngineConfig, source: Any, model: Any, device: Any) -> tupl
     from ..quant.detect import check_asked, online_scheme
 
     asked, described = config.model.quantization, {**source.config(), **config.model.hf_overrides}
+    method = quantisation(source, described, config.load.load_format)
+    check_asked(asked, method)
     gguf = source.gguf is not None and config.load.load_format != "safetensors"
     if gguf or (device.is_cpu and config.model.dtype == "auto"):
         return None, ""
     method = quantisation(source, described, "auto")
-    check_asked(asked, method)
     scheme = online_scheme(asked)
     if scheme is not None:
         return lambda path, layer, part: None if path == "head" else scheme, f"as {scheme.name}"
@@ -133,7 +138,7 @@ def _model_lines(facts: Facts, config: EngineConfig) -> Iterator[tuple[str, str]
 def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -> Iterator[tuple[str, str]]:
     from ..kv.groups import group_layers
     from ..kv.storage import block_bytes, cache_dtype, token_bytes
-    from ..runner.memory import CPU_KV_SHARE, RESERVE_BYTES, CacheRequest, blocks_per_sequence, plan_cache
+    from ..runner.memory import CacheRequest, blocks_per_sequence, plan_cache, room
 
     options = config.cache
     groups = group_layers(facts.layers)
@@ -152,6 +157,7 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
         cache_bytes=options.kv_cache_memory_bytes,
         num_blocks=options.num_gpu_blocks_override,
         fit=length is None or length == -1,
+        cpu=device.is_cpu,
     )
     yield "device", f"{device.kind}: {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free"
     full = sum(group.reach is None for group in groups)
@@ -160,14 +166,7 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
         f"{full} full, {len(groups) - full} with a window or chunk; blocks of {options.block_size} tokens",
     )
     yield "KV block", f"{format_bytes(a_block)}; a token costs {format_bytes(a_token)}"
-    if request.cache_bytes is not None:
-        available = request.cache_bytes
-    elif device.is_cpu:
-        available = int(max(memory.free_bytes - facts.weight_bytes, 0) * CPU_KV_SHARE)
-    else:
-        outside = memory.total_bytes * (1 - options.gpu_memory_utilization)
-        available = int(memory.free_bytes - outside - facts.weight_bytes - RESERVE_BYTES)
-    plan = plan_cache(request, available)
+    plan = plan_cache(request, room(request, memory, 0, facts.weight_bytes))
     tokens = (plan.num_blocks - 1) * plan.block_size // max(len(groups), 1)
     cut = f" (cut from {facts.max_model_len})" if plan.fitted else ""
     yield "KV cache", f"{format_bytes(plan.cache_bytes)}: {plan.num_blocks} blocks, at least {tokens} tokens"

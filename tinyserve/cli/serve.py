@@ -120,7 +120,7 @@ def _welcome(address: str, service: Service, seconds: float) -> str:
         imports = f"import httpx\n{imports}"
         arguments += f",\n  http_client=httpx.Client(transport=httpx.HTTPTransport(uds={_python(options.uds)}))"
     return f"""
-Ready in {seconds:.1f} s: {log.printable(name)}, context {engine.max_model_len} tokens, at {address}
+Ready in {seconds:.1f} s: {log.printable(name)}, context {_tokens(engine.max_model_len)}, at {address}
 
 {browser}Try:
   curl{socket} {quote(f"{url}/v1/chat/completions")}{key} -H 'Content-Type: application/json' \\
@@ -137,6 +137,10 @@ print(answer.choices[0].message.content)
 def _python(text: str) -> str:
     """A text as Python has it. JSON writes some letters as two halves, which no client could send."""
     return json.dumps(text) if text.isascii() else repr(text)
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
 
 
 def _url(address: str, options: ServerOptions) -> str:

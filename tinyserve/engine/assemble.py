@@ -143,6 +143,8 @@ def assemble(
         with phases("warm-up and graphs"):
             warm_up(runner)
     _log.info("%s", plan.report())
+    if plan.max_model_len < 2:
+        _log.warning("a context of one token has no room for an answer: --max-model-len must be larger to get any")
     with phases("scheduler"):
         words = _words(parts, device, runner.limits.max_seqs)
         cache, scheduler = _scheduler(config, plan, groups, words, desk.known, runner.limits.rows)
@@ -310,5 +312,6 @@ def _plan(config: EngineConfig, parts: Parts, device: Any, dtype: Any, needs: An
         cache_bytes=config.cache.kv_cache_memory_bytes,
         num_blocks=config.cache.num_gpu_blocks_override,
         fit=length is None or length == -1,
+        cpu=device.is_cpu,
     )
     return size_cache(request, device, parts.weight_bytes, needs)

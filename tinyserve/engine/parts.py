@@ -115,7 +115,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
         source = _resolve(config, config.model.model, phases.check)
         words = source if config.model.tokenizer is None else _resolve(config, config.model.tokenizer, phases.check)
         served = config.model.served_model_name or (config.model.model,)
-        _check_early(config, source, served)
+        check_early(config, source, served)
     with phases("tokenizer"):
         tokenizer = _tokenizer(config, words)
         chat = {"template": _template(config, tokenizer), "parsing": choose_parsing(config, tokenizer)}
@@ -137,7 +137,7 @@ def load_parts(config: EngineConfig, phases: Phases) -> Parts:
             seed=config.model.seed,
             progress=progress,
         )
-        _choose_products(model, device, config.runner.batch_invariant)
+        _choose_products(model, config.runner.batch_invariant)
         device.settle()
     return Parts(
         model=model,
@@ -165,7 +165,7 @@ def check_names(config: EngineConfig) -> None:
         _compiled(config, text, {})
 
 
-def _check_early(config: EngineConfig, source: Any, served: Sequence[str]) -> None:
+def check_early(config: EngineConfig, source: Any, served: Sequence[str]) -> None:
     """Refuse what can be known to be wrong before minutes of reading weights. Raises: ConfigError."""
     from ..models.config import promised_length
 
@@ -189,9 +189,16 @@ def _uncollected() -> Iterator[None]:
 def _device(config: EngineConfig, devices: Any) -> Any:
     """The device, a GPU with its context made: else that counts for whatever phase touches it first."""
     device = devices.pick(config.model.device, config.runner.cpu_threads)
+    check_device(config, device)
     check_compiler(device)
     device.synchronize()
     return device
+
+
+def check_device(config: EngineConfig, device: Any) -> None:
+    """Raises: ConfigError: an option is for another kind of device."""
+    if config.runner.batch_invariant and device.is_cpu:
+        raise ConfigError("--batch-invariant needs a GPU; on a CPU, --dtype float32 comes closest.")
 
 
 def check_compiler(device: Any) -> None:
@@ -224,12 +231,10 @@ def _formats(config: EngineConfig, source: Any, device: Any) -> tuple[str, Any]:
     return config.model.dtype, online(asked)
 
 
-def _choose_products(model: Any, device: Any, invariant: bool) -> None:
+def _choose_products(model: Any, invariant: bool) -> None:
     """invariant: an answer's bits shall not depend on what shares its batch. Raises: ConfigError, UnsupportedModel."""
     if not invariant:
         return
-    if device.is_cpu:
-        raise ConfigError("--batch-invariant needs a GPU; on a CPU, --dtype float32 comes closest.")
     if not hasattr(model, "make_invariant"):
         raise ConfigError("--batch-invariant is not built for models that run through transformers.")
     model.make_invariant()

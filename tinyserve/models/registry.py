@@ -102,7 +102,8 @@ def family(name: str) -> ModuleType:
     """Return the module of an architecture. Raises: UnsupportedModel: there is none; names those that there are."""
     if name not in FAMILIES:
         raise UnsupportedModel(
-            f"Architecture {name!r} is not implemented; implemented are {', '.join(sorted(FAMILIES))}."
+            f"Architecture {name!r} is not implemented; `serve` runs it through transformers, where that can "
+            f"(pip install 'tinyserve[transformers]'). Implemented are {', '.join(sorted(FAMILIES))}."
         )
     return importlib.import_module(f".{FAMILIES[name]}", __package__)
 

@@ -1,6 +1,7 @@
 """How much memory there is for the KV cache, found by measuring and told in plain words.
 
     asked   = share of the device's memory (or, on the CPU, of the machine's) that the user allows
+              on the CPU the KV cache gets a quarter of what is free at most: the machine has other work
     KV      = asked - weights - peak of the largest step - graphs, and never more than the requests could use
     blocks  = KV / bytes per block
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import evolve, frozen
 
-from ..device import Device
+from ..device import Device, Memory
 from ..errors import ConfigError
 from ..kv.groups import KVGroup
 
@@ -72,6 +73,7 @@ class CacheRequest:
         block_bytes: of one block id, all layers of a group together (kv.groups.bytes_per_block).
         max_step_tokens: the token budget, which is also what a sliding-window row may hold beyond its window.
         fit: whether a context that does not fit is cut (else refused).
+        cpu: the device is the machine itself.
     """
 
     groups: Sequence[KVGroup]
@@ -84,6 +86,12 @@ class CacheRequest:
     cache_bytes: int | None = None
     num_blocks: int | None = None
     fit: bool = True
+    cpu: bool = False
+
+    @property
+    def cure(self) -> str:
+        """Which options give the cache more."""
+        return "--kv-cache-memory-bytes" if self.cpu else "--gpu-memory-utilization or --kv-cache-memory-bytes"
 
 
 def blocks_per_sequence(request: CacheRequest, length: int) -> int:
@@ -123,15 +131,15 @@ def plan_cache(request: CacheRequest, available_bytes: int) -> CachePlan:
         need = (blocks_per_sequence(request, request.block_size) + 1) * request.block_bytes
         raise ConfigError(
             f"The KV cache gets {max(num_blocks, 0)} blocks of {request.block_bytes / 2**20:.1f} MiB, too few for one "
-            f"sequence of {request.block_size} tokens ({need / 2**20:.1f} MiB). Raise --gpu-memory-utilization or "
-            f"--kv-cache-memory-bytes, or free memory on the device."
+            f"sequence of {request.block_size} tokens ({need / 2**20:.1f} MiB). Raise {request.cure}, or free memory "
+            f"on the device."
         )
     if context < request.max_model_len and not request.fit:
         need = (blocks_per_sequence(request, request.max_model_len) + 1) * request.block_bytes
         raise ConfigError(
             f"--max-model-len {request.max_model_len} needs {need / GIB:.2f} GiB of KV cache, but there are "
             f"{num_blocks * request.block_bytes / GIB:.2f} GiB: at most {context} tokens fit. Lower it, or "
-            f"raise --gpu-memory-utilization or --kv-cache-memory-bytes."
+            f"raise {request.cure}."
         )
     return CachePlan(
         num_blocks=num_blocks,
@@ -153,6 +161,19 @@ def step_bytes(device: Device, largest_step: Callable[[], None]) -> int:
     return peak
 
 
+def room(request: CacheRequest, memory: Memory, held: int, to_come: int) -> int:
+    """Bytes that the cache may take, unless its blocks are counted; below 0 if there is not even room for the rest.
+
+    Args: held: bytes of weights that are loaded.   to_come: of what is not taken yet, and must stay free.
+    """
+    if request.cache_bytes is not None:
+        return request.cache_bytes
+    share, free = int(memory.total_bytes * request.utilization), memory.free_bytes - to_come
+    if request.cpu:
+        return min(int(free * CPU_KV_SHARE), share - held - to_come)
+    return free - (memory.total_bytes - share) - RESERVE_BYTES
+
+
 def size_cache(request: CacheRequest, device: Device, weight_bytes: int, needs: Needs) -> CachePlan:
     """Give the rest of the allowed memory to the cache.
 
@@ -162,14 +183,7 @@ def size_cache(request: CacheRequest, device: Device, weight_bytes: int, needs: 
     Raises: ConfigError: more blocks are asked for than the device could ever hold.
     """
     memory = device.memory()
-    if request.cache_bytes is not None:
-        available = request.cache_bytes
-    elif device.is_cpu:
-        available = int(memory.free_bytes * CPU_KV_SHARE)
-    else:
-        outside = memory.total_bytes - int(memory.total_bytes * request.utilization)
-        available = memory.free_bytes - outside - needs.step - needs.graphs - RESERVE_BYTES
-    plan = plan_cache(request, available)
+    plan = plan_cache(request, room(request, memory, weight_bytes, needs.step + needs.graphs))
     if plan.cache_bytes > memory.total_bytes:
         raise ConfigError(
             f"The KV cache would take {plan.cache_bytes / GIB:.1f} GiB, but the device has "

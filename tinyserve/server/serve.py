@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -47,8 +48,13 @@ def open_socket(options: ServerOptions) -> socket.socket:
         bound.bind(address)
     except (OSError, UnicodeError) as error:  # the latter: no name can have such a part
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {reason}.") from None
+        cure = " Stop what listens there, or choose another --port; 0 takes a free one." if _taken(error) else ""
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {reason}.{cure}") from None
     return bound
+
+
+def _taken(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EADDRINUSE
 
 
 def _unix_socket(path: str) -> socket.socket:
