@@ -308,6 +308,24 @@ def test_a_plan_refuses_what_serve_refuses(argv, message, tmp_path, capsys):
     assert "does not fit" in told.out or not told.out
 
 
+@pytest.mark.parametrize(
+    ("command", "own", "hidden"),
+    [
+        ("serve", ["--host", "--ssl-keyfile", "--max-num-queued-reqs"], []),
+        ("run-batch", ["-i FILE", "-o FILE", "--max-concurrency N", '"custom_id": "a"'], ["--host", "--ssl-keyfile"]),
+        ("plan", ["--gpu-memory-utilization"], ["--port", "--allowed-origins"]),
+    ],
+)
+def test_help_shows_what_means_something_to_a_command(command, own, hidden, capsys):
+    """run-batch had its own options in a sentence, and a hundred lines of a server's in rows."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    told = capsys.readouterr().out
+
+    assert all(text in told for text in own) and not any(f"{name} " in told for name in hidden)
+    assert read("--port", "1").server.port == 1
+
+
 def test_a_plan_of_an_unknown_architecture_says_what_serve_does(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"architectures": ["NewForCausalLM"]}))
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tinyserve.__main__ import main
 from tinyserve.bench.command import figures
 from tinyserve.bench.figures import percentiles
 from tinyserve.bench.measure import Measured, Work, measure
+from tinyserve.bench.progress import Progress
 
 
 @frozen
@@ -64,15 +67,17 @@ def test_random_work_is_the_same_every_time():
     assert all(2 <= len(prompt) <= 9 and max(prompt) < 50 for prompt in work.prompts) and list(work.outputs) == [4] * 5
 
 
+MEASURED = Measured(
+    seconds=2.0, prompt_tokens=150, output_tokens=50, first_ms=[1], latency_ms=[9], pace_ms=1, prefill_seconds=1
+)
+
+
 def test_percentiles_and_rates():
     """0 to 100: the 90th is 90. 50 output and 150 prompt tokens in 2 s: 25 and 100 a second."""
     assert percentiles(range(101)) == {"mean": 50, "p50": 50, "p90": 90, "p99": 99}
     assert percentiles([3.0]) == {"mean": 3, "p50": 3, "p90": 3, "p99": 3}
-    run = Measured(
-        seconds=2.0, prompt_tokens=150, output_tokens=50, first_ms=[1], latency_ms=[9], pace_ms=1, prefill_seconds=1
-    )
-    assert figures("throughput", [run])["output_tok_s"]["p50"] == 25
-    assert figures("throughput", [run])["total_tok_s"]["p50"] == 100
+    assert figures("throughput", [MEASURED])["output_tok_s"]["p50"] == 25
+    assert figures("throughput", [MEASURED])["total_tok_s"]["p50"] == 100
 
 
 def test_latency_of_a_model_of_noise(tmp_path, capsys):
@@ -97,6 +102,63 @@ def test_latency_of_a_model_of_noise(tmp_path, capsys):
 
     assert code == 0
     assert "requests_s" in capsys.readouterr().out
+
+
+def work_of(count):
+    return Work(prompts=[[1] * 4] * count, outputs=[3] * count)
+
+
+def test_a_measurement_says_how_far_it_is(monkeypatch, capsys):
+    """A run of 2 requests is told of while it lasts and after; nothing was said for minutes."""
+    monkeypatch.setattr("tinyserve.bench.progress.EVERY", 0.01)
+    told = Progress(work_of(2), 1, 2)
+
+    async def once():
+        told.answered()
+        await asyncio.sleep(0.05)
+        return MEASURED
+
+    assert not asyncio.run(told.stopped_by_signals(told.all(once)))
+    lines = capsys.readouterr().err.splitlines()
+    assert "1 warm-up and 2 runs, each of 2 requests with 14 tokens" in lines[0]
+    assert "warm-up 1 of 1: 1 of 2 requests answered after 0 s" in lines
+    assert "run 1 of 2: 2.0 s, about 2 s left" in lines and lines[-1] == "run 2 of 2: 2.0 s"
+    assert told.runs == [MEASURED] * 2
+
+
+@pytest.mark.parametrize("over", [0, 2])
+def test_a_signal_ends_a_measurement_with_the_runs_that_are_over(over, capsys):
+    """After two runs of five there are their figures; before the first nothing, and no traceback."""
+    told = Progress(work_of(1), 0, 5)
+
+    async def once():
+        if len(told.runs) == over:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        return MEASURED
+
+    async def whole():
+        stopped = await told.stopped_by_signals(told.all(once))
+        await asyncio.sleep(0)  # it is not cancelled any more
+        return stopped
+
+    if over:
+        assert asyncio.run(whole()) and len(told.runs) == over
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(whole())
+    assert f"stopped in run {over + 1} of 5, after {over} of 5 runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["latency", "throughput", "startup"])
+def test_the_help_of_a_measurement_names_the_model_and_every_default(kind, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", kind, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+
+    assert f"bench {kind} [MODEL] [options]" in told and "tinyserve serve --help" in told
+    for name in ("--runs",) if kind == "startup" else ("--input-len", "--output-len", "--runs", "--warmup"):
+        assert re.search(rf"{name}[^\[]*(N:M)?[^\[]*\[\d+\]", told), name
 
 
 def test_a_start_is_a_process_of_its_own(tmp_path, monkeypatch, capfd):

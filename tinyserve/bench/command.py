@@ -6,9 +6,10 @@
 
 All options of `tinyserve serve` are understood besides. Prompts are random ids of a length, or of a range of lengths
 (100:1024), the same in every run, or those of a JSONL file; prefix caching is off unless it is asked for.
-`--load-format dummy` measures a model of which there is only a config.json.
+`--load-format dummy` measures a model of which there is only a config.json. Lines on stderr say how far it is; Ctrl-C
+and SIGTERM end it with the figures of the runs that are over.
 
-Before: measure.py, figures.py, engine/engine.py.  After: cli/bench.py.
+Before: measure.py, figures.py, progress.py, engine/engine.py.  After: cli/bench.py.
 """
 
 from __future__ import annotations
@@ -30,16 +31,27 @@ from ..config import EngineConfig, environment
 from ..errors import ConfigError
 from .figures import check_writable, percentiles
 from .measure import Measured, Work, measure
+from .progress import Progress
 from .prompts import RANDOM_IDS, most, only_ids, read_prompts, size
 
+OF_SERVE = (
+    "MODEL and all options that say how a model runs are those of `tinyserve serve`: see `tinyserve serve --help`. "
+    "Ctrl-C shows what was measured so far."
+)
 FIRST = "first token after"  # what a child of `startup` says
 
 
 def arguments(kind: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own options, and the others, which are the engine's. Raises: ConfigError: a wrong number."""
-    parser = argparse.ArgumentParser(prog=f"tinyserve bench {kind}", allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        prog=f"tinyserve bench {kind}",
+        usage=f"tinyserve bench {kind} [MODEL] [options]",
+        epilog=OF_SERVE,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     if kind == "startup":
-        parser.add_argument("--runs", type=int, default=3, help="processes, one after the other")
+        parser.add_argument("--runs", type=int, default=3, help="processes, one after the other [%(default)s]")
         parser.add_argument("--cold", action="store_true", help="each with an empty cache of kernels")
     else:
         _of_work(parser, many=kind == "throughput")
@@ -59,14 +71,15 @@ def arguments(kind: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[
 def _of_work(parser: argparse.ArgumentParser, *, many: bool) -> None:
     """What is asked, and how often."""
     batch = "--num-prompts" if many else "--batch-size"
-    lengths = {"type": size, "metavar": "N or N:M"}
-    parser.add_argument(batch, dest="batch", type=int, default=256 if many else 8, help="requests given at once")
-    parser.add_argument("--input-len", default=512 if many else 128, help="tokens of a prompt", **lengths)
-    parser.add_argument("--output-len", default=128, help="tokens of an answer", **lengths)
+    count, lengths = {"type": int, "metavar": "N"}, {"type": size, "metavar": "N or N:M"}
+    at_once = "requests given at once [%(default)s]"
+    parser.add_argument(batch, dest="batch", default=256 if many else 8, help=at_once, **count)
+    parser.add_argument("--input-len", default=512 if many else 128, help="tokens of a prompt [%(default)s]", **lengths)
+    parser.add_argument("--output-len", default=128, help="tokens of an answer [%(default)s]", **lengths)
     parser.add_argument("--dataset-path", type=Path, metavar="FILE", help="JSONL with prompts [random ids]")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy [%(default)s]")
-    parser.add_argument("--runs", "--num-iters", type=int, default=3 if many else 10, help="timed runs")
-    parser.add_argument("--warmup", "--num-iters-warmup", type=int, default=1, help="runs before them")
+    parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 is greedy [%(default)s]")
+    parser.add_argument("--runs", "--num-iters", default=3 if many else 10, help="timed runs [%(default)s]", **count)
+    parser.add_argument("--warmup", "--num-iters-warmup", default=1, help="runs before them [%(default)s]", **count)
 
 
 def work(options: argparse.Namespace, engine: Any, *, stream: bool) -> Work:
@@ -85,7 +98,10 @@ def work(options: argparse.Namespace, engine: Any, *, stream: bool) -> Work:
 
 
 async def run(kind: str, options: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
-    """Start an engine, warm it up and measure; returns the figures."""
+    """Start an engine, warm it up and measure; returns the figures, `stopped` among them if a signal came.
+
+    Raises: asyncio.CancelledError: it came before a run was over.
+    """
     from ..engine.engine import Engine
 
     began = time.monotonic()
@@ -93,12 +109,11 @@ async def run(kind: str, options: argparse.Namespace, config: EngineConfig) -> d
     ready = time.monotonic() - began
     try:
         asked = work(options, engine, stream=kind == "latency")
-        for _ in range(options.warmup):
-            await measure(engine, asked)
-        runs = [await measure(engine, asked) for _ in range(max(options.runs, 1))]
+        told = Progress(asked, options.warmup, max(options.runs, 1))
+        stopped = await told.stopped_by_signals(told.all(lambda: measure(engine, asked, told.answered)))
     finally:
         await engine.close()
-    return {"ready_s": round(ready, 2), **figures(kind, runs)}
+    return {"ready_s": round(ready, 2), **({"stopped": True} if stopped else {}), **figures(kind, told.runs)}
 
 
 def figures(kind: str, runs: Sequence[Measured]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -78,8 +78,8 @@ class Measured:
         return self.prompt_tokens / self.seconds
 
 
-async def measure(engine: Any, work: Work) -> Measured:
-    """Run all requests of `work` together. Raises: what the engine raises for a request."""
+async def measure(engine: Any, work: Work, answered: Callable[[], None] = lambda: None) -> Measured:
+    """Run all requests of `work` together; `answered` is called after each. Raises: what the engine raises for one."""
     kind = RequestOutputKind.DELTA if work.stream else RequestOutputKind.FINAL_ONLY
 
     async def one(prompt: Sequence[int], count: int) -> tuple[int, Any]:
@@ -94,6 +94,7 @@ async def measure(engine: Any, work: Work) -> Measured:
         tokens, timing = 0, None
         async for output in engine.generate(prompt, sampling):
             tokens, timing = tokens + len(output.token_ids), output.metrics
+        answered()
         return tokens, timing
 
     began = time.monotonic()

@@ -4,8 +4,9 @@
     python -m tinyserve bench serve --base-url http://host:8000 --endpoint chat --dataset-path chats.jsonl
     python -m tinyserve bench serve --request-rate 10 --burstiness 0.5 --goodput ttft:200 tpot:30
 
-It waits until the server is ready, sends one request to see that all is well, then the load. Ctrl-C ends the load and
-shows what was measured until then. The client's own processor time is shown too: near one core, it is what is measured.
+It waits until the server is ready, sends one request to see that all is well, then the load. Ctrl-C or SIGTERM ends it
+and shows what was measured until then. The client's own processor time is shown too: near one core, it is what is
+measured.
 
 Before: load.py, figures.py.  After: cli/bench.py.
 """
@@ -31,6 +32,7 @@ from ..options import nearest
 from .client import Broken, Server
 from .figures import METRICS, NAMES, check_writable, summary, table
 from .load import Run, load, progress_bar, send_times
+from .progress import sigterm_cancels
 from .prompts import RANDOM_IDS, Prompt, random_prompts, read_prompts, size
 from .requests import Endpoint, Record, ask
 
@@ -189,7 +191,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     await asyncio.gather(*warm)
     times = send_times(len(bodies), options.request_rate, options.burstiness, options.seed)
     bar = progress_bar(len(bodies), shown=not options.disable_tqdm)
-    found = await load(server, endpoint, bodies, times, limit=options.max_concurrency, bar=bar)
+    with sigterm_cancels():
+        found = await load(server, endpoint, bodies, times, limit=options.max_concurrency, bar=bar)
     server.close()
     return _result(options, model, len(bodies), found)
 

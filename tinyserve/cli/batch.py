@@ -50,16 +50,19 @@ WAITING = 2  # times --max-num-seqs: requests that are under way, so that the ne
 MOST_AT_ONCE = 2**16
 BESIDE_BODY = 64 * 1024  # bytes that a line may have besides a body of --max-body-bytes
 REMEMBERED = 2**20  # custom ids that are looked out for, should they come again
-_HELP = (
-    "Answer a file of requests. Options of its own: -i FILE (--input-file) and -o FILE (--output-file), JSON lines, - "
-    "for standard input and output; --max-concurrency N: requests at the same time [twice --max-num-seqs]."
-)
+_HELP = """\
+Answer a file of requests in OpenAI's batch format, without a server. A line of the file:
+
+  {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1, 2, 3,", "max_tokens": 8}}
+
+A url is one of %s.
+A line of the answers has the custom_id, and response.body or an error; answers come in the order in which they end."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Answer a file. Returns: 0 when every line got an answer or its error. Raises: ConfigError, EngineError."""
     options, rest = _options(argv)
-    config = _unguarded(read_config(rest, "tinyserve run-batch", _HELP))
+    config = _unguarded(read_config(rest, "tinyserve run-batch", _HELP % ", ".join(ROUTES), _own))
     # a wrong name is told before a model is loaded, and what -o holds is kept until there is something to answer with
     most = config.server.max_body_bytes + BESIDE_BODY
     source, sink = open_both(options.input_file, options.output_file, most)
@@ -70,12 +73,20 @@ def run(argv: Sequence[str]) -> int:
         return asyncio.run(_answer(config, source, sink, options.max_concurrency))
 
 
+def _own(parser: Any) -> None:
+    """Add the options that no other command has."""
+    more = {"metavar": "FILE"}
+    parser.add_argument("-i", "--input-file", **more, help="requests, one a line; - is standard input (needed)")
+    parser.add_argument("-o", "--output-file", **more, help="answers, one a line; - is standard output (needed)")
+    parser.add_argument("--max-concurrency", metavar="N", help="requests at the same time [twice --max-num-seqs]")
+    for name in ("input_file", "output_file", "max_concurrency"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+
+
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the others."""
     parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-i", "--input-file", "--input_file")
-    parser.add_argument("-o", "--output-file", "--output_file")
-    parser.add_argument("--max-concurrency", "--max_concurrency")
+    _own(parser)
     found, rest = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
         return found, rest

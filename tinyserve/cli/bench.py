@@ -18,6 +18,7 @@ from . import log
 from .parse import read_config
 from .process import allow_files, keep_loaded
 
+STOPPED = 130  # as after Ctrl-C, also where SIGTERM came
 KINDS = {
     "serve": "a running server of any kind, over HTTP: latencies, tokens a second, failed requests",
     "latency": "a batch of requests at a time: time to first token, milliseconds a token, latency",
@@ -48,9 +49,12 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"unknown measurement {kind!r}" + (f": did you mean {close!r}?" if close else "."))
     options, others = command.arguments(kind, rest)
     config = command.without_prefix_cache(_config(kind, others), others)
-    result = command.startup(options, others) if kind == "startup" else command.main(kind, options, config)
+    try:
+        result = command.startup(options, others) if kind == "startup" else command.main(kind, options, config)
+    except asyncio.CancelledError:
+        return STOPPED
     command.report(result, options.output_json)
-    return 0
+    return STOPPED if result.get("stopped") else 0
 
 
 def _serve(argv: Sequence[str]) -> int:

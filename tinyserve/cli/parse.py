@@ -15,7 +15,7 @@ import logging
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from ..errors import ConfigError, shown
 from ..options import FALSE, TRUE, Flag
 
 logger = logging.getLogger("tinyserve.cli")
+Own = Callable[[Any], None] | None
 
 _TITLES = {
     "model": "model", "load": "loading", "cache": "KV cache", "scheduler": "scheduler", "lora": "adapters",
@@ -35,6 +36,14 @@ Sizes take suffixes: 4k = 4000, 4K = 4096, 2GiB, 2GB. Object options take JSON, 
 Each option is also an environment variable, TINYSERVE_MAX_MODEL_LEN=4k, and a key of the YAML file given by --config.
 The command line wins over the environment, the environment over the file."""
 
+
+# Options that mean nothing where nobody listens: taken by every command, shown by `serve` alone.
+OF_A_SOCKET = {
+    "host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "allowed_origins",
+    "allowed_methods", "allowed_headers", "allow_credentials", "allowed_hosts", "enable_request_id_headers",
+    "shutdown_timeout", "metrics_prefix", "sse_keep_alive_interval", "enable_admin_routes", "max_num_queued_reqs",
+    "max_num_queued_tokens",
+}  # fmt: skip
 
 # What Kubernetes sets in every pod beside a service of our name: TINYSERVE_SERVICE_HOST, TINYSERVE_PORT_80_TCP_ADDR ...
 _OF_KUBERNETES = re.compile(r"TINYSERVE_(SERVICE|PORT)_.*")
@@ -52,13 +61,14 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)
 
 
-def read_config(argv: Sequence[str], prog: str, description: str) -> EngineConfig:
+def read_config(argv: Sequence[str], prog: str, description: str, own: Own = None) -> EngineConfig:
     """Make the config from all sources. Prints the help and exits when asked for it.
 
+    Args: own: adds options that the caller has already taken out of `argv` to the help of a command that has some.
     Raises: ConfigError: says which source is wrong, and what would be right.
     """
     argv, dotted = _normalised(argv)
-    parser = make_parser(prog, description)
+    parser = make_parser(prog, description, own)
     found, rest = parser.parse_known_args(argv)
     if rest:
         wrong = next((text for text in rest if text.startswith("-")), None)
@@ -98,8 +108,8 @@ def _with_lists(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in line.items()}
 
 
-def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """The parser of all options, in groups."""
+def make_parser(prog: str, description: str, own: Own = None) -> argparse.ArgumentParser:
+    """The parser of all options, in groups, those of the command itself first."""
     width = min(shutil.get_terminal_size().columns, 130)
     parser = Parser(
         prog=prog,
@@ -112,15 +122,17 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", help="YAML file with options")
+    if own is not None:
+        own(parser.add_argument_group("of this command"))
     groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
     for flag in flags():
-        _add(groups[flag.group], flag)
+        _add(groups[flag.group], flag, shown=prog.endswith(" serve") or flag.name not in OF_A_SOCKET)
     return parser
 
 
-def _add(group: Any, flag: Flag) -> None:
+def _add(group: Any, flag: Flag, *, shown: bool) -> None:
     names = [flag.cli, *([flag.short] if flag.short else [])]
-    text = flag.help.replace("%", "%%") + _default_text(flag)
+    text = flag.help.replace("%", "%%") + _default_text(flag) if shown else argparse.SUPPRESS
     if flag.type is bool:
         group.add_argument(*names, dest=flag.name, action=argparse.BooleanOptionalAction, help=text)
         return
