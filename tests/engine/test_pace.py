@@ -1,12 +1,13 @@
 """Readers are woken for every token, unless the device waits for the loop."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from bench.streams import engine_of
 from tinyserve import config
-from tinyserve.engine.pace import LONGEST, MANY, MOST, PATIENCE, WINDOW, Pace
+from tinyserve.engine.pace import CROWD, EVIDENT, LONGEST, MANY, MOST, PATIENCE, WINDOW, Pace
 from tinyserve.engine.streams import Choir
 from tinyserve.request import RequestOutputKind, SamplingParams
 
@@ -31,7 +32,13 @@ def clock(monkeypatch):
 
 
 def windows(pace, clock, count, *, flight=IDLE, behind=(), streams=MANY, seconds=0.001, share=0.5):
-    for _ in range(count * WINDOW):
+    for _ in range(count):
+        steps(pace, clock, WINDOW, flight=flight, behind=behind, streams=streams, seconds=seconds, share=share)
+    return pace.together
+
+
+def steps(pace, clock, count, *, flight=IDLE, behind=(), streams=MANY, seconds=0.001, share=0.5):
+    for _ in range(count):
         clock[0] += seconds
         clock[1] += seconds * share
         pace.note(flight, behind, streams)
@@ -39,10 +46,10 @@ def windows(pace, clock, count, *, flight=IDLE, behind=(), streams=MANY, seconds
 
 
 def test_an_idle_device_makes_readers_wait(clock):
-    """1, 2, 4, 8, 16 steps together, a window of idle steps each; back by half after 16 windows without any."""
+    """2, 4, 8, 16, 32 steps together, after two idle steps each; back by half after 16 windows without any."""
     pace = Pace()
 
-    assert [windows(pace, clock, 1) for _ in range(6)] == [2, 4, 8, 16, MOST, MOST]
+    assert [steps(pace, clock, EVIDENT) for _ in range(6)] == [2, 4, 8, 16, MOST, MOST]
     assert windows(pace, clock, PATIENCE - 1, flight=BUSY) == MOST
     assert windows(pace, clock, 1, flight=BUSY) == MOST // 2
     assert windows(pace, clock, PATIENCE, flight=BUSY) == MOST // 4
@@ -60,6 +67,19 @@ def test_a_busy_loop_makes_readers_wait(clock):
     assert [windows(pace, clock, 1, flight=BUSY, share=0.85) for _ in range(3)] == [2, 4, 8]
     assert windows(pace, clock, 3 * PATIENCE, flight=BUSY, share=0.7) == 8
     assert windows(pace, clock, PATIENCE, flight=BUSY, share=0.5) == 4
+
+
+@pytest.mark.parametrize("gap, together", [(0.0005, 2), (0.003, 1)])
+def test_a_crowd_that_comes_makes_readers_wait(clock, gap, together):
+    """16 clients within 8 ms take the loop longer than that, whatever it and the device do; within 48 ms not."""
+    pace = Pace()
+    for _ in range(CROWD // 2):
+        pace.came += 2
+        steps(pace, clock, 1, flight=BUSY, seconds=2 * gap, share=0.1)
+
+    assert (pace.together, pace.crowded) == (together, together > 1)
+    steps(pace, clock, EVIDENT, flight=BUSY, seconds=0.01, share=0.1)
+    assert not pace.crowded
 
 
 def test_to_watch_the_device_is_no_work(clock):
@@ -81,7 +101,7 @@ def test_nobody_waits_long(clock):
 
 
 def test_nobody_waits_long_when_steps_become_slow(clock):
-    """16 steps of 1 ms together, then steps of 250 ms (long prompts): after two of them every token goes out alone."""
+    """32 steps of 1 ms together, then steps of 250 ms (long prompts): after two of them every token goes out alone."""
     pace = Pace()
     windows(pace, clock, 5)
     assert pace.together == MOST
@@ -90,6 +110,17 @@ def test_nobody_waits_long_when_steps_become_slow(clock):
         pace.note(IDLE, (), MANY)
 
     assert pace.together == 1
+
+
+def test_readers_who_are_what_steps_wait_for_are_made_to_wait(clock):
+    """1000 readers of 233 us each: a step of 8 ms takes 241 at first, and 2 of them would be longer than 0.3 s. After
+    10 decisions it takes 15, and a reader gets 32 tokens in 0.5 s; it was one in 0.24 s, for ever."""
+    pace = Pace()
+    for _ in range(20):
+        readers = 0.233 / pace.together
+        steps(pace, clock, 1, flight=Step(waited=readers < 0.008), streams=1000, seconds=0.008 + readers, share=0.2)
+
+    assert pace.together == 32
 
 
 def test_somebody_alone_waits_for_nobody(clock):
@@ -105,7 +136,7 @@ def test_somebody_alone_waits_for_nobody(clock):
 def test_turns_are_spread(clock):
     """With 8 steps together and 40 streams, each step wakes 5, and 8 steps wake everybody once."""
     pace = Pace()
-    windows(pace, clock, 3)
+    steps(pace, clock, 3 * EVIDENT)
     woken = []
     for _ in range(8):
         pace.note(BUSY, (), MANY)
@@ -114,6 +145,23 @@ def test_turns_are_spread(clock):
     assert pace.together == 8
     assert [len(numbers) for numbers in woken] == [5] * 8
     assert sorted(number for numbers in woken for number in numbers) == list(range(40))
+
+
+@pytest.mark.parametrize("flying, waiting, plans", [([BUSY], 15, 0), ([BUSY], 16, 1), ([], 1, 1)])
+def test_a_step_for_a_crowd_waits_until_there_are_enough_of_it(flying, waiting, plans):
+    """15 that wait are no reason for another step while one is under way, 16 are; where none is, one is."""
+
+    async def run():
+        engine = await engine_of(config.build({"model": "script", "disable_log_stats": True}))
+        scheduler, planned = engine.machine.scheduler, []
+        engine.machine.scheduler = SimpleNamespace(num_waiting=waiting, plan=planned.append)
+        engine.streams.pace.crowded = True
+        engine._plan(flying)
+        engine.machine.scheduler = scheduler
+        await engine.close()
+        return planned
+
+    assert len(asyncio.run(run())) == plans
 
 
 async def read(engine, stop):

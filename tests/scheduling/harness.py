@@ -89,9 +89,9 @@ class Lab:
         self.answers[made.id] = Answer()
         return made
 
-    def plan(self):
+    def plan(self, *crowd):
         """Plan and launch one step; the step, or None."""
-        step = self.scheduler.plan()
+        step = self.scheduler.plan(*crowd)
         self.scheduler.check_integrity()
         if step is not None:
             self.flying.append(self.runner.launch(step))

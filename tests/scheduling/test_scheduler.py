@@ -8,6 +8,7 @@ import pytest
 from tinyserve.errors import ConfigError, ContextLengthExceeded, NumericsError, Overloaded, RequestError, UnknownModel
 from tinyserve.lora.adapters import LoadedAdapters
 from tinyserve.request import Constraint, FinishReason
+from tinyserve.scheduling.budget import Crowd
 from tinyserve.step import RowParams, SliceOutput, StepOutput
 
 from .harness import EOS, Lab, request
@@ -55,6 +56,23 @@ class TestSharesOfAStep:
         assert [count for _, _, count, _ in chunks] == [8] * (length // 8) + [length % 8] * (length % 8 > 0)
         assert [samples for *_, samples in chunks] == [False] * (len(chunks) - 1) + [True]
         assert lab.run()["a"].tokens == lab.right(made)
+
+    @pytest.mark.parametrize("crowd, prompts", [(Crowd(20, 8), [7, 7, 6]), (Crowd(100, 2), [7, 7])])
+    def test_prompts_of_a_crowd_take_no_more_than_is_said(self, crowd, prompts):
+        """Budget 64, 3 that decode, 9 prompts of 7: 20 tokens of prompts in a step, or 2 prompts, and the 3 go on."""
+        lab = Lab(max_num_batched_tokens=64, max_num_seqs=16)
+        made = {name: lab.add(name, prompt=5, max_tokens=30) for name in "abc"}
+        lab.step()
+        made |= {name: lab.add(name, prompt=7, max_tokens=3) for name in "defghijkl"}
+
+        assert [count for _, _, count, _ in shape(lab.plan(crowd))] == [1, 1, 1, *prompts]
+        lab.commit()
+        later = shape(lab.plan(crowd))
+        assert [count for _, _, count, _ in later if count > 1] == prompts
+        while lab.scheduler.has_work:
+            lab.commit()
+            lab.plan(crowd)
+        assert all(lab.answers[name].tokens == lab.right(request) for name, request in made.items())
 
     def test_running_sequences_get_their_tokens_before_new_prompts(self):
         """Budget 8, one decoding: the prompt of 20 gets 7 a step, and the decoding one a token each step."""

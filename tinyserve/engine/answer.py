@@ -26,6 +26,8 @@ from .backlog import Backlog, Held
 from .flat import FlatLogprobs
 from .logprobs import NamedPrompt, TokenTexts, matrix, named
 
+READ_AT = 64  # tokens that may wait for their text: all at once cost less than one by one, but the loop waits for them
+
 
 @define
 class Timing:
@@ -93,17 +95,18 @@ class Answer:
     @property
     def held(self) -> int:
         """Tokens that the next output shows although they came before."""
-        return len(self._all_held().ids)
+        held = self._claimed()
+        return len(held.ids) + len(held.unread)
 
     def has(self, tokens: int) -> bool:
         """Whether it holds so many, or some of which `shown` will say why they give no text."""
-        held = self._all_held()
-        return len(held.ids) >= tokens or held.error is not None
+        held = self._claimed()
+        return len(held.ids) + len(held.unread) >= tokens or held.error is not None
 
     @property
     def timing(self) -> Timing:
         """When things happened to it so far."""
-        self._all_held()
+        self._claimed()
         return self._timing
 
     @property
@@ -113,12 +116,12 @@ class Answer:
 
     def share(self, backlog: Backlog, place: int) -> float:
         """From now on find new tokens in `backlog`, number `place` of each step. Returns: when the last token came."""
-        self._all_held().share(backlog, place)
+        self._claimed().share(backlog, place)
         return self._timing.last_token_ts
 
     def leave(self) -> None:
         """What the backlog gets from now on is not this answer's."""
-        self._all_held().backlog = None
+        self._claimed().backlog = None
 
     def hold(self, update: Update) -> bool:
         """Keep what `update` adds for the next output, when it only adds tokens; False: it must go through `advance`.
@@ -129,29 +132,39 @@ class Answer:
             update.finish_reason is not None
             or update.error is not None
             or update.prompt_logprobs is not None
-            or self._all_held().error is not None
             or not self.quiet
+            or self._claimed().error is not None
         ):
             return False
-        self._keep(update.token_ids, time.monotonic())
+        self._note(update.token_ids, time.monotonic())
+        if len(self._held.unread) >= READ_AT:
+            self._all_held()
         return True
 
-    def _keep(self, ids: Sequence[int], now: float) -> None:
-        if self._detokenizer is not None:
-            self._held.texts.append(self._detokenizer.push(ids))
-        self._held.ids += ids
+    def _note(self, ids: Sequence[int], now: float) -> None:
+        self._held.unread += ids
         self._produced += len(ids)
         self._timing.count(len(ids), now)
 
-    def _all_held(self) -> Held:
-        """What is held, up to date."""
+    def _claimed(self) -> Held:
+        """What is held, up to date; the text of some of it may still have to be made."""
         backlog = self._held.backlog
         if backlog is not None and (ids := self._held.claim()):
-            try:
-                self._keep(ids, backlog.last)
-            except Exception as error:  # told by `advance`: who only looks must not be the one to fail
-                self._held.error = error
+            self._note(ids, backlog.last)
         return self._held
+
+    def _all_held(self) -> Held:
+        """What is held, with its text."""
+        held = self._claimed()
+        if held.unread and held.error is None:
+            ids, held.unread = held.unread, []
+            held.ids += ids
+            if self._detokenizer is not None:
+                try:
+                    held.texts.append(self._detokenizer.push(ids))
+                except Exception as error:  # told by `advance`: who only looks must not be the one to fail
+                    held.error = error
+        return held
 
     def advance(self, update: Update) -> Output:
         """The piece of the answer that `update` adds.

@@ -21,6 +21,7 @@ from attrs import asdict, define, field
 from ..config import CacheOptions, EngineConfig, usable_cores
 from ..errors import ConfigError, TinyserveError
 from ..options import format_bytes
+from ..scheduling.budget import ANY, Crowd
 from .adapters import Desk, NoDesk
 from .parts import Parts, Phases
 
@@ -40,6 +41,7 @@ class Machine:
         scheduler, runner, cache: see scheduling/scheduler.py, runner/runner.py, kv/cache.py.
         vocab_size: ids that the model knows.   max_model_len: context, fitted to the memory.
         depth: steps in flight.
+        crowd: what prompts may take of a step that many share.
         max_running: sequences at the same time, 0 if unknown.   report: one line that says where the memory goes.
         grammars, masks: see grammar/compile.py, grammar/mask.py.   adapters: see adapters.py.
     """
@@ -53,6 +55,7 @@ class Machine:
     vocab_size: int
     max_model_len: int
     depth: int = 1
+    crowd: Crowd = ANY
     max_running: int = 0
     report: str = ""
 
@@ -160,6 +163,7 @@ def assemble(
         vocab_size=parts.model.vocab_size,
         max_model_len=min(plan.max_model_len, scheduler.max_length),
         depth=options.depth,
+        crowd=_crowd(runner.graphs),
         max_running=options.max_num_seqs,
         report=plan.report(),
     )
@@ -276,6 +280,14 @@ def _runner(config: EngineConfig, parts: Parts, device: Any, groups: int, adapte
         wanted = Wanted.usual(limits.max_seqs, limits.max_tokens, sizes, **kinds)
         graphs = Recorded(device, wanted)
     return Runner(parts.model, sampler, limits, device, graphs, adapted)
+
+
+def _crowd(graphs: Any) -> Crowd:
+    """The largest graph of prompts, where prompts that come in crowds have any: of a small model on a GPU."""
+    from ..runner.graphs import CROWD_PROMPTS, MIXED_TOKENS
+
+    tokens = max((shape.tokens - shape.decodes for shape in graphs.shapes()), default=0)
+    return Crowd(tokens, CROWD_PROMPTS) if tokens > MIXED_TOKENS else ANY
 
 
 def _cache_dtype(config: EngineConfig, parts: Parts) -> Any:

@@ -33,11 +33,13 @@ class Backlog:
 class Held:
     """What one answer has and has not shown: ids and their text, and its share of a backlog.
 
+    unread: ids behind these, whose text has not been made.
     place: its number in each list.   taken: how many of them it has taken.   error: why their text could not be made.
     """
 
     ids: list[int] = field(factory=list)
     texts: list[str] = field(factory=list)
+    unread: list[int] = field(factory=list)
     backlog: Backlog | None = None
     place: int = 0
     taken: int = 0

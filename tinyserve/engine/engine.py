@@ -19,7 +19,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -27,6 +27,7 @@ from attrs import evolve
 from ..config import EngineConfig
 from ..errors import EngineDead, Overloaded, RequestError
 from ..request import BeamSearchParams, FinishReason, Output, RequestOutputKind, SamplingParams
+from ..scheduling.budget import ANY
 from ..scheduling.update import SchedulerStats
 from ..step import StepInput
 from ..telemetry import Metrics, NoMetrics
@@ -40,6 +41,7 @@ from .intake import Call, Intake, Prepared, Rules
 from .look import Look, look
 from .meter import Meter
 from .outputs import BeamSearchOutput
+from .pace import MANY
 from .parts import Parts, Phases, check_names, load_parts
 from .searches import Meant
 from .streams import Streams
@@ -126,7 +128,7 @@ class Engine:
         scheduler, runner = self.machine.scheduler, self.machine.runner
         flying: deque[Any] = deque()
         while True:
-            while len(flying) < self.machine.depth and (step := self._plan()):
+            while len(flying) < self.machine.depth and (step := self._plan(flying)):
                 flying.append(runner.launch(step))
             if not flying:
                 if self.gate.state is State.CLOSED:
@@ -135,17 +137,20 @@ class Engine:
                 continue
             updates = scheduler.commit(await (flight := flying.popleft()))
             self.streams.pace.note(flight, flying, len(self.streams))
-            if flying and (step := self._plan()):  # the device gets its next step before the readers get their tokens
+            # the device gets its next step before the readers get their tokens
+            if flying and (step := self._plan(flying)):
                 flying.append(runner.launch(step))
             await self.streams.deliver(updates)
             self.meter.landed(scheduler.stats())
             self._last_step = time.monotonic()
 
-    def _plan(self) -> StepInput | None:
+    def _plan(self, flying: Collection[Any]) -> StepInput | None:
         if not self.gate.plans:
             return None
         self.admission.feed()
-        step = self.machine.scheduler.plan()
+        if flying and not self.streams.pace.enough(self.machine.scheduler.num_waiting):
+            return None  # one step with all who come until the other lands is less work than two
+        step = self.machine.scheduler.plan(self.machine.crowd if len(self.streams) >= MANY else ANY)
         if step is not None:
             self.meter.launched(step)
         return step

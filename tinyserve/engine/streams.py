@@ -29,11 +29,11 @@ from .answer import Answer, merged
 from .backlog import Backlog
 from .later import Later
 from .meter import Meter
-from .pace import Pace
+from .pace import MOST, Pace
 from .searches import Meant, Searches
 
 _log = logging.getLogger(__name__)
-_WORK = 128  # units of 5 us or so between two turns of everybody else
+_WORK = 256  # units of 5 us or so between two turns of everybody else, in each of which 4 clients of a crowd are let in
 _EVENT, _EDGE = 6, 32  # units of an event, and of an answer's first or last one: heads, ends, metrics
 _JOIN_AT = 64  # outputs that may wait before they are made one; bounds the number of objects for a reader that is gone
 
@@ -145,21 +145,21 @@ class Choir:
 
     Args:
         quiet: those of whose tokens nothing but text is asked; they share the backlog.   loud: the others.
-        speaking: the quiet ones whose readers get tokens as they come, and do not wait for the end.
+        speaking: the quiet ones whose readers get tokens as they come; by their turn (Pace.turns).
         before: when the last token of each quiet one came, until all have the same time.
     """
 
     convoy: Convoy
     backlog: Backlog
     quiet: dict[int, Answer]
-    speaking: dict[int, tuple[Answer, Stream]]
+    speaking: list[dict[int, tuple[Answer, Stream]]]
     loud: list[int]
     before: list[float]
 
     @classmethod
     def of(cls, convoy: Convoy, answers: Mapping[str, tuple[Answer, Stream]]) -> Choir:
         """Find out who is quiet; these find new tokens in a backlog from now on."""
-        backlog, loud, quiet, speaking = Backlog(), [], {}, {}
+        backlog, loud, quiet, speaking = Backlog(), [], {}, [{} for _ in range(MOST)]
         for place, seq in enumerate(convoy.sequences):
             found = answers.get(seq.request.id)
             if found is None or not found[0].quiet:
@@ -167,13 +167,13 @@ class Choir:
                 continue
             quiet[place] = found[0]
             if not found[1].final_only:
-                speaking[place] = found
+                speaking[found[1].number % MOST][place] = found
         before = [answer.share(backlog, place) for place, answer in quiet.items()]
         return cls(convoy, backlog, quiet, speaking, loud, before)
 
     def speakers(self, pace: Pace) -> list[tuple[Answer, Stream]]:
         """Those whose turn it is after this step."""
-        return [one for one in self.speaking.values() if pace.turn(one[1].number)]
+        return [one for turn in pace.turns() for one in self.speaking[turn].values()]
 
     def take(self, grown: Grown, meter: Meter) -> list[Update]:
         """Put a step's tokens where quiet answers find them; the updates of the others, and of those that end."""
@@ -181,7 +181,8 @@ class Choir:
         for place, update in grown.others.items():
             if place in self.quiet:
                 self.quiet.pop(place).leave()
-                self.speaking.pop(place, None)
+                for some in self.speaking:
+                    some.pop(place, None)
                 updates.append(update)
         now = time.monotonic()
         if self.before:
@@ -222,6 +223,7 @@ class Streams:
         for answer in answers:
             self._answers[answer.request.id] = answer, stream
         self._opened += 1
+        self.pace.came += 1
         stream.number = self._opened
         self._meter.started(len(self._answers) - count)
         self.empty.clear()
@@ -270,13 +272,15 @@ class Streams:
         if found is None:
             return 1
         answer, stream = found
-        held, before = answer.held, answer.timing.last_token_ts
+        before, count = answer.timing.last_token_ts, len(update.token_ids)
         turn = self.pace.turn(stream.number)
-        waits = stream.final_only or not turn or held + len(update.token_ids) < stream.interval
+        waits = stream.final_only or not turn or (count < stream.interval > answer.held + count)
+        held = 0
         try:
             if waits and answer.hold(update):
-                self._meter.more(answer, len(update.token_ids), before)
+                self._meter.more(answer, count, before)
                 return 1
+            held = answer.held
             output = answer.advance(update)
         except Exception as error:
             output = _failed(answer, error)

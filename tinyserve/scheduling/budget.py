@@ -28,6 +28,20 @@ class Options(Protocol):
     max_num_queued_tokens: int | None
 
 
+class Crowd(NamedTuple):
+    """The most that prompts may take of a step. Where a larger step is launched kernel by kernel, the host needs longer
+    for it than the device, and nobody else gets anything from the host meanwhile.
+
+    Args: tokens: of all prompts together.   prompts: that the step computes some of.
+    """
+
+    tokens: int = 2**31
+    prompts: int = 2**31
+
+
+ANY = Crowd()
+
+
 class Flown(NamedTuple):
     """A planned step that has not been committed."""
 
@@ -49,13 +63,15 @@ class StepDraft:
     Args:
         tokens: budget of the step.
         cap: most tokens of one sequence, or 0 for no such cap (it keeps one long prompt from filling every step).
+        crowd: what prompts may take of it.
     """
 
-    __slots__ = ("cap", "edits", "left", "masked", "opened", "plain", "sequences", "slices")
+    __slots__ = ("cap", "crowd", "edits", "left", "masked", "opened", "plain", "sequences", "slices")
 
-    def __init__(self, tokens: int, cap: int) -> None:
+    def __init__(self, tokens: int, cap: int, crowd: Crowd = ANY) -> None:
         self.left = tokens
         self.cap = cap
+        self.crowd = crowd
         self.sequences: list[Sequence] = []
         self.slices: list[SeqSlice] = []
         self.opened: list[SlotOpening] = []
@@ -64,8 +80,9 @@ class StepDraft:
         self.plain = True  # nothing but decodes of simple sequences
 
     def room(self) -> int:
-        """Tokens that one more sequence may get."""
-        return min(self.left, self.cap) if self.cap else self.left
+        """Tokens that one more prompt may get."""
+        tokens, prompts = self.crowd
+        return min(self.left, self.cap or self.left, tokens if prompts else 0)
 
     def add(self, seq: Sequence, count: int, drafts: tuple[int, ...] = ()) -> None:
         """Plan the next `count` positions of `seq` (drafts among them), and move its counters."""
@@ -76,6 +93,8 @@ class StepDraft:
         self.slices.append(SeqSlice(slot, start, count, drafts, samples))
         self.sequences.append(seq)
         self.left -= count
+        if count > 1 + len(drafts):
+            self.crowd = Crowd(self.crowd.tokens - count, self.crowd.prompts - 1)
         seq.scheduled = end
         seq.flights += 1
         if samples:

@@ -27,7 +27,7 @@ from ..lora.adapters import Adapters, NoAdapters
 from ..request import FinishReason, Request
 from ..speculative.drafter import Drafter, NoDrafts
 from ..step import RowParams, SeqSlice, SliceOutput, SlotOpening, StepInput, StepOutput, TokenLogprobs, Tokens
-from .budget import Flown, Options, StepDraft
+from .budget import ANY, Crowd, Flown, Options, StepDraft
 from .convoy import Grown, book_apart
 from .preempt import Tenants
 from .queue import WaitingQueue, refuse_overload
@@ -77,9 +77,7 @@ class Scheduler:
         self._tenants = Tenants(cache, self._waiting, slots or options.max_num_seqs, by_priority)
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
         self._flights: deque[Flown] = deque()
-        self._steps = 0
-        self._prefix_queries = self._prefix_hits = 0
-        self._numerics_errors = 0
+        self._steps = self._prefix_queries = self._prefix_hits = self._numerics_errors = 0
 
     @property
     def max_length(self) -> int:
@@ -150,7 +148,7 @@ class Scheduler:
         if (seq := self._sequences.get(request_id)) is not None:
             self._end(seq)
 
-    def plan(self) -> StepInput | None:
+    def plan(self, crowd: Crowd = ANY) -> StepInput | None:
         """The next step, or None when nothing can be launched now: no work, or all of it waits for flights."""
         if self._flights and self._flights[-1].late:
             return None  # it is launched up to the choice of its tokens; nothing may be launched behind that
@@ -162,7 +160,7 @@ class Scheduler:
         self._tenants.break_up()
         options = self._options
         cap = options.long_prefill_token_threshold if len(self._sequences) > 1 else 0
-        step = StepDraft(options.max_num_batched_tokens, cap)
+        step = StepDraft(options.max_num_batched_tokens, cap, crowd if options.enable_chunked_prefill else ANY)
         if self._continue_running(step):
             self._admit_waiting(step)
         if not step.slices:
@@ -184,8 +182,8 @@ class Scheduler:
             masks.begin()
         self._steps += 1
         self._flights.append(Flown(self._steps, sequences, slices, masks, convoy))
-        closed = self._tenants.rows.take_closed()
-        return StepInput(step_id=self._steps, slices=slices, masks=masks, closed=closed, **parts)
+        parts["closed"] = self._tenants.rows.take_closed()
+        return StepInput(step_id=self._steps, slices=slices, masks=masks, **parts)
 
     def commit(self, output: StepOutput) -> Several[Update]:
         """Book the results of the oldest flight; the updates of sequences that got a token or ended."""
@@ -256,7 +254,8 @@ class Scheduler:
                 continue
             drafts = ()
             if count > 1:
-                count = min(count, step.room())
+                if not (count := min(count, step.room())):
+                    continue
             elif not seq.in_flight:
                 room = min(step.left, seq.ends.limit - len(seq.tokens)) - 1
                 drafts = self._drafter.propose(seq.tokens, room)
@@ -278,7 +277,7 @@ class Scheduler:
         """
         waiting, tenants, options = self._waiting, self._tenants, self._options
         index, turn = 0, self._adapters.turn(self._active, options.max_num_seqs)
-        while index < len(waiting) and step.left > 0:
+        while index < len(waiting) and step.room() > 0:
             seq = waiting[index]
             if len(tenants.running) >= options.max_num_seqs or not tenants.rows.num_free or seq.slot is not None:
                 break
