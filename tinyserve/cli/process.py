@@ -18,10 +18,11 @@ import threading
 
 LEAVE_SECONDS = 0.5  # for threads to give up by themselves, when a signal came
 SWITCH_INTERVAL = 5e-4  # seconds that a busy thread may keep the interpreter from the loop; Python's own 5e-3 is felt
-# objects: Python's own 700 cost a tenth of the time that serving a token takes. Of 5 times 5000, as many as a burst of
-# clients leaves alive, one look takes 10 ms. All that a thousand streams hold takes 0.3 s, which is seldom, but not so
-# seldom that what requests leave behind (2 KB each) would take longer than that.
-COLLECT_AFTER = 5_000, 5, 50
+# objects: Python's own 700 cost a tenth of the time that serving a token takes. Of 2 times 5000, as many as a burst of
+# clients leaves alive, one look takes 4 ms; of 5 times 5000 it took 10, and 17 on a slow host. All that a thousand
+# streams hold takes 0.3 s, which is seldom, but not so seldom that what requests leave behind (2 KB each) would take
+# longer than that.
+COLLECT_AFTER = 5_000, 2, 125
 
 
 def allow_files() -> None:
