@@ -26,6 +26,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 SHORT = 1024  # characters; what takes less than half a millisecond
 # transformers writes 10**30 for "no limit"; nothing real is above this.
 NO_LIMIT = 10**9
+MOST_EMPTY = 2**18  # ids without a token that are remembered as such
 
 
 def _byte_letters() -> dict[str, int]:
@@ -165,9 +166,10 @@ class Tokenizer:
         """The bytes that one token stands for; empty when there is no such token."""
         found = self._bytes.get(index)
         if found is None:
-            # At most one entry for each token, made when first met: a table of all would cost 0.2 s at start.
+            # At most one entry for each token, made when first met: a table of all would cost 0.2 s at start. Models
+            # have rows without a token, too, and nobody knows how many.
             found = self._make_bytes(index)
-            if self.has(index):
+            if found or len(self._bytes) < MOST_EMPTY:
                 self._bytes[index] = found
         return found
 
