@@ -199,7 +199,7 @@ class Wire:
         transport = self._transport
         if transport.is_closing():
             return  # the reading side has noticed, or will at once, and ends the answer
-        transport.write(b"%b%x\r\n%b\r\n" % (self.connection.take(), len(data), data))
+        transport.write(self.connection.take() + _chunk(data))
         if transport.get_write_buffer_size():
             try:
                 async with asyncio.timeout(WRITE_SECONDS):
@@ -212,6 +212,10 @@ class Wire:
         with contextlib.suppress(OSError):
             self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._transport.abort()
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class _Sender:
@@ -239,6 +243,9 @@ class _Sender:
                     await self._wire.chunk(message["body"])
                 return
             self.ended = not more
+            if self._chunked and message["body"]:
+                self._wire.connection.keep(_chunk(message["body"]))
+                message = {**message, "body": b""}
             self.held = self.ended and self._request.unread
             if self.held:
                 message = {**message, "more_body": True}

@@ -61,6 +61,10 @@ class Connection(TCPServer):
         self.corked = False
         self._unsent = b""
 
+    def keep(self, data: bytes) -> None:
+        """Write this behind what is kept, once more is written."""
+        self._unsent += data
+
     def take(self) -> bytes:
         """What is kept, for whoever writes it now."""
         data, self._unsent = self._unsent, b""

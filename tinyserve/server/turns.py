@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-AT_ONCE = 8
+AT_ONCE = 4  # a turn for every 256 units of what a step gave (engine/streams.py), or the device waits for the crowd
 
 
 class Turns:
