@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyserve import config
-from tinyserve.bench.measure import Work, measure
+from tinyserve.bench.measure import Measured, Work, measure
 from tinyserve.cli.process import SWITCH_INTERVAL, allow_files, keep_loaded
 from tinyserve.engine.engine import Engine
 from tinyserve.server.face import Service
@@ -49,9 +49,9 @@ def settings(model: str, options: argparse.Namespace) -> config.EngineConfig:
     return config.build({**given, **quiet, "max_model_len": longest + 8})
 
 
-def length(rate: float, count: int, options: argparse.Namespace) -> int:
-    """Tokens of an answer when there are `count` together, and all of them make `rate` tokens a second."""
-    wanted = round(rate * SECONDS / count / 64) * 64
+def length(warm: Measured, options: argparse.Namespace) -> int:
+    """Tokens of an answer with which as many prompts as in `warm` take SECONDS."""
+    wanted = round((SECONDS - warm.prefill_seconds) * 1000 / warm.pace_ms / 64) * 64
     return options.output_len or min(max(wanted, SHORTEST), LONGEST)
 
 
@@ -92,7 +92,7 @@ async def load(engine: Engine, address: str, count: int, options: argparse.Names
     """One row: the engine alone, then the server."""
     ids = min(engine.machine.vocab_size, IDS)
     warm = await measure(engine, Work.random(count, INPUT, options.output_len or 64, ids=ids, stream=False))
-    tokens = length(warm.output_rate, count, options)
+    tokens = length(warm, options)
     await asyncio.sleep(1)  # in which graphs are recorded
     alone = await measure(engine, Work.random(count, INPUT, tokens, ids=ids, stream=False))
     before, began = lags(engine), time.process_time()
@@ -115,6 +115,13 @@ async def load(engine: Engine, address: str, count: int, options: argparse.Names
     }
 
 
+async def settled(engine: Engine, most: float) -> None:
+    """Wait until all graphs are recorded, which is done while nobody asks."""
+    deadline = time.monotonic() + most
+    while engine.machine.runner.graphs.next() is not None and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+
+
 async def run(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """All rows of a model."""
     began = time.monotonic()
@@ -125,7 +132,7 @@ async def run(model: str, options: argparse.Namespace) -> dict[str, Any]:
     print(f"{model}: ready after {time.monotonic() - began:.1f} s", flush=True)
     rows = {}
     try:
-        await asyncio.sleep(options.idle)
+        await settled(engine, options.idle)
         for count in options.concurrency:
             rows[str(count)] = row = await load(engine, server.address, count, options)
             print(f"{count:>5} streams: {json.dumps(row)}", flush=True)
@@ -142,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1000])
     parser.add_argument("--output-len", type=int, help="tokens of an answer [some seconds of work]")
-    parser.add_argument("--idle", type=float, default=3.0, help="seconds after the start, in which graphs are recorded")
+    parser.add_argument("--idle", type=float, default=20.0, help="most seconds in which graphs are recorded")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="  %(message)s")
