@@ -41,6 +41,58 @@ def own():
     grammars.close()
 
 
+def test_memory_of_grammars_in_use_is_bounded(monkeypatch):
+    """100 grammars of 87 MB, each good in itself, were 11 GB: the bound was asked before they were compiled."""
+    monkeypatch.setattr(compile, "CACHED_BYTES", 20 * 2**20)
+    monkeypatch.setattr(compile, "MOST_BYTES", 40 * 2**20)
+    for patient in (False, True):
+        own = Grammars(
+            TOKENIZER, VOCAB, {EOS}, quick=Workers("own-quick"), slow=Workers("own-slow"), patient=patient
+        )  # fmt: skip
+        try:
+            texts = [f"{number}" + "x" * 40_000 for number in range(5)]
+            used = [own.hold(choice(text)) for text in texts]
+            assert used[0].result(60) is not None and used[0].bytes > 8 * 2**20
+            small = own.hold(choice("small"))
+            if patient:
+                while sum(each.done() for each in used) < 2:
+                    used[1].result(60)
+                assert not used[4].done()
+            else:
+                assert isinstance(used[4].exception(60), Overloaded) and small.result(60) is not None
+            for each in used[:4]:
+                own.release(each)
+            again = used[4] if patient else own.hold(choice("again" + texts[4]))
+            assert again.result(60) is not None
+            assert sum(each.bytes for each in own._cache.values()) <= 40 * 2**20
+        finally:
+            own.close()
+
+
+def test_a_child_that_starts_slowly_is_no_grammars_fault(own, monkeypatch):
+    """On a stopped machine who came first was told to make it simpler, though the trial had not begun."""
+    starting, ready = threading.Event(), own._trial(False).make_ready
+
+    def slowly():
+        starting.set()
+        assert own.gate.wait(60)
+        return ready()
+
+    monkeypatch.setattr(own._trial(False), "make_ready", slowly)
+    first = own.hold(choice("first"))
+    assert starting.wait(60)
+    monkeypatch.setattr(line, "WAIT_SECONDS", 0.0)
+    assert isinstance(first.late(choice("first")), Overloaded)
+    own.gate.set()
+    assert first.result(60) is not None and isinstance(first.late(choice("first")), RequestError)
+
+
+def test_any_number_waits_where_all_are_of_one_user():
+    """A program with 700 schemas failed as a whole: others than its own were said to be first."""
+    waiting = Line(tries=1, bounded=False)
+    assert all(waiting.enter(Compiled(), choice(f"{number}")) for number in range(2 * line.MOST))
+
+
 def test_a_grammar_for_which_nobody_waits_is_not_compiled(own):
     """150 clients that had left kept everybody's new grammars waiting for minutes: each was tried for 3.3 s."""
     first = own.hold(choice("first"))

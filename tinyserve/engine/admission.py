@@ -133,14 +133,15 @@ class Admission:
 
         def leave() -> None:
             nonlocal compiled, stream
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             compiled = stream = None  # a future keeps its callbacks, and would be kept by them for good
 
         def landed(_: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(settle)
 
-        timer = loop.call_later(WAIT_SECONDS, late)
+        timer = None if self._machine.grammars.patient else loop.call_later(WAIT_SECONDS, late)
         stream.holds(leave)
         compiled.add_done_callback(landed)
 

@@ -149,7 +149,7 @@ def assemble(
     if plan.max_model_len < 2:
         _log.warning("a context of one token has no room for an answer: --max-model-len must be larger to get any")
     with phases("scheduler"):
-        words = _words(parts, device, runner.limits.max_seqs)
+        words = _words(parts, device, runner.limits.max_seqs, offline)
         cache, scheduler = _scheduler(config, plan, groups, words, desk.known, runner.limits.rows)
     for module in config.lora.lora_modules:
         with phases("adapters"):
@@ -183,7 +183,7 @@ def _prepare(runner: Any, phases: Phases, foundry: Compilers | None) -> Any:
         return Needs(step=step, graphs=graph_bytes(runner))
 
 
-def _words(parts: Parts, device: Any, most: int) -> dict[str, Any]:
+def _words(parts: Parts, device: Any, most: int, offline: bool) -> dict[str, Any]:
     """What holds up to `most` answers of a step to grammars, each with threads of its own: grammars, masks."""
     import torch
 
@@ -194,7 +194,7 @@ def _words(parts: Parts, device: Any, most: int) -> dict[str, Any]:
 
     ends = parts.eos_ids | parts.extra_eos_ids
     quick, slow = (Workers(name, stack=PARENT_STACK) for name in ("tinyserve-grammar", "tinyserve-slow-grammar"))
-    grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, quick=quick, slow=slow)
+    grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, quick=quick, slow=slow, patient=offline)
 
     def memory(rows: int, width: int) -> Any:
         return device.host_buffer(rows, width, dtype=torch.int32).numpy()

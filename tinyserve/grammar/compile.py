@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from ..errors import RequestError, TinyserveError
+from ..errors import Overloaded, RequestError, TinyserveError
 from ..request import Request
 from ..structured import Constraint as Wanted
 from .bits import forbid
@@ -29,12 +30,13 @@ from .line import Compiled, Line
 from .matcher import UNCONSTRAINED, Constraint, Matcher
 from .ordinary import Ordinary
 from .sayings import explained
-from .trial import NoChild, TooMuch, Trial, compiled
+from .trial import RETRY_SECONDS, NoChild, TooMuch, Trial, compiled
 from .words import Tokens, Words, words_of
 
 QUICK, SLOW = (0,), (1, 2)  # how often a grammar was tried before, in which thread
 CACHED = 512  # grammars
 CACHED_BYTES = 512 * 2**20
+MOST_BYTES, SMALL_BYTES = 2**30, 2**20  # that grammars in use may take together, and that one may always have
 LETTERS, SHORT = r'[^"\\\x00-\x1F\x7F]', (2, 4, 6)  # of a JSON text
 KNOWN, KNOWN_CHARACTERS = 1024, 256  # texts whose ids are kept, and their length
 # Of one core, that a grammar may take: at first, then in the thread for slow ones, and there at last.
@@ -54,12 +56,20 @@ class Grammars:
     Args:
         tokenizer: of the model.   vocab_size: columns of its logits.
         end_ids: tokens that end an answer; a grammar that may end allows them.
+        patient: whoever asks waits for as long as it takes: all requests are of one user, who has no server to ask.
         quick, slow: one thread each, with a stack of PARENT_STACK (trial.py), for most grammars and for those that take
             longer. No other thread is started for a grammar: where memory is short for a moment, one may never begin.
     """
 
     def __init__(
-        self, tokenizer: Tokens, vocab_size: int, end_ids: Iterable[int], *, quick: Threads, slow: Threads
+        self,
+        tokenizer: Tokens,
+        vocab_size: int,
+        end_ids: Iterable[int],
+        *,
+        quick: Threads,
+        slow: Threads,
+        patient: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -67,13 +77,19 @@ class Grammars:
         self._quick, self._slow = quick, slow
         self._trials: dict[bool, Trial] = {}  # of the slow thread, and of the other
         self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
-        self._line = Line(tries=3)
+        self._line = Line(tries=3, bounded=not patient)
+        self.patient = patient
+        self._freed = threading.Condition()  # the cache's lock; somebody uses a grammar no longer
+        self._closed = False
         self._lock = threading.Lock()
         self._words: Words | None = None
         self._library: LLTokenizer | None = None
 
     def close(self) -> None:
         """End the threads; what has not begun is dropped."""
+        with self._freed:
+            self._closed = True
+            self._freed.notify_all()
         for threads in (self._quick, self._slow):
             threads.close(wait=False)
         for trial in self._trials.values():
@@ -109,16 +125,17 @@ class Grammars:
         were told that held it. Raises: Overloaded: too many wait.
         """
         key = _key(wanted)
-        found = self._cache.get(key)
-        if found is not None and not (found.blameless and (found.dropped or not found.held)):
+        with self._freed:
+            found = self._cache.get(key)
+            if found is not None and not (found.blameless and (found.dropped or not found.held)):
+                self._cache.move_to_end(key)
+                return found
+            future = Compiled(key)
+            self._line.enter(future, wanted)
+            self._cache[key] = future
             self._cache.move_to_end(key)
-            return found
-        future = Compiled(key)
-        self._line.enter(future, wanted)
-        self._cache[key] = future
-        self._cache.move_to_end(key)
+            self._shrink()
         self._quick.submit(self._try_all, QUICK)
-        self._shrink()
         return future
 
     def hold(self, wanted: Wanted) -> Compiled:
@@ -133,8 +150,10 @@ class Grammars:
     def release(self, compiled: Compiled) -> None:
         """Wait for a grammar no longer. One for which nobody waits is not compiled, if its turn has not come."""
         self._line.release(compiled)
-        if compiled.dropped and self._cache.get(compiled.key) is compiled:
-            del self._cache[compiled.key]
+        with self._freed:
+            if compiled.dropped and self._cache.get(compiled.key) is compiled:
+                del self._cache[compiled.key]
+            self._freed.notify_all()
 
     @contextlib.contextmanager
     def held(self, wanted: Wanted) -> Iterator[Compiled]:
@@ -145,9 +164,21 @@ class Grammars:
         finally:
             self.release(found)
 
-    def _shrink(self) -> None:
-        """Forget those that were not used for longest: not those that somebody holds or waits for."""
-        size, count = sum(each.bytes for each in self._cache.values()), len(self._cache)
+    def _make_room(self, wanted: Wanted, more: int) -> None:
+        """For one that takes so many bytes. Raises: Overloaded: those that are in use leave none."""
+        with self._freed:
+            self._shrink(more)
+            while more > SMALL_BYTES and more + sum(each.bytes for each in self._cache.values()) > MOST_BYTES:
+                if not self.patient or self._closed:
+                    told = "the grammars of running requests leave no memory for one that takes so much"
+                    raise Overloaded(f"{wanted.param}: {told}. Retry later.", retry_after=RETRY_SECONDS)
+                self._freed.wait(1.0)
+                self._shrink(more)
+
+    def _shrink(self, more: int = 0) -> None:
+        """Forget those that were not used for longest, for one that takes so much more: not those that somebody holds
+        or waits for."""
+        size, count = more + sum(each.bytes for each in self._cache.values()), len(self._cache)
         free = [(key, each) for key, each in self._cache.items() if each.done() and not each.held]
         for key, each in free:
             if count <= CACHED and size <= CACHED_BYTES:
@@ -164,6 +195,9 @@ class Grammars:
         """Try a grammar once more, and say what came of it."""
         seconds = min((QUICK_SECONDS, LONGER_SECONDS, SECONDS)[tried], SECONDS)
         try:
+            if wanted.kind != "thought":
+                self._trial(tried > 0).make_ready()
+            future.begun = time.monotonic()
             matcher, future.bytes = self._compile(wanted, seconds, tried > 0)
             future.set_result(matcher)
         except TooMuch as error:
@@ -192,6 +226,7 @@ class Grammars:
         verdict = self._trial(slow).run(wanted, seconds)
         error = verdict.error
         if not error:
+            self._make_room(wanted, verdict.bytes)
             tokens = self._tokens()
             matcher = compiled(tokens, verdict.text)
             mask = matcher.compute_bitmask()  # some grammars fail at their first mask

@@ -45,7 +45,7 @@ class Compiled(Future[Any]):
     Args: key: equal for equal grammars.
     Attributes:
         bytes: of memory that it takes.
-        begun: time.monotonic() when its thread turned to it; None: it waits for others before it.
+        begun: time.monotonic() when its trial began; None: it waits for others before it, or for the child to start.
         held: requests that wait for it, or use it.   kept: time.monotonic() until which it is not dropped; None: it was
             never held, so nobody knows who waits.   dropped: it never will be compiled.
     """
@@ -95,16 +95,19 @@ class Compiled(Future[Any]):
             )
         self.kept = time.monotonic() + KEPT_SECONDS
         return Overloaded(
-            f"{wanted.param}: {WAIT_SECONDS:.0f} seconds went by with grammars of other requests, which were first. "
-            "Retry later.",
+            f"{wanted.param}: {WAIT_SECONDS:.0f} seconds went by before its turn came; others were first. Retry later.",
             retry_after=RETRY_SECONDS,
         )
 
 
 class Line:
-    """Grammars in the order of their turns. Used from any thread. Args: tries: how often one is tried, at most."""
+    """Grammars in the order of their turns. Used from any thread.
 
-    def __init__(self, tries: int) -> None:
+    Args: tries: how often one is tried, at most.   bounded: else any number may wait.
+    """
+
+    def __init__(self, tries: int, *, bounded: bool = True) -> None:
+        self._bounded = bounded
         self._waiting: list[dict[Compiled, Wanted]] = [{} for _ in range(tries)]  # by the tries before
         self._lock = threading.Lock()
 
@@ -131,7 +134,6 @@ class Line:
                     compiled = next(iter(self._waiting[tried]))
                     wanted = self._waiting[tried].pop(compiled)
                     if not self._given_up(compiled):
-                        compiled.begun = time.monotonic()
                         return compiled, wanted, tried
         return None
 
@@ -168,7 +170,7 @@ class Line:
 
     def _crowded(self, wanted: Wanted) -> bool:
         """Whether there is no room for another one, now that those are gone for which nobody has come back."""
-        if len(self) < MOST and self._characters(wanted) <= MOST_CHARACTERS:
+        if not self._bounded or (len(self) < MOST and self._characters(wanted) <= MOST_CHARACTERS):
             return False
         for waiting in self._waiting:
             for compiled in [each for each in waiting if self._given_up(each)]:

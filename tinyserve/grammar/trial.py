@@ -89,7 +89,6 @@ class NoChild(Overloaded):
 
     def __init__(self, reason: object) -> None:
         super().__init__(f"Grammars cannot be tried now: {reason}.", retry_after=RETRY_SECONDS)
-        _log.error("the process that tries grammars did not start: %s", reason)
 
 
 @frozen
@@ -162,18 +161,23 @@ class Trial:
                 process_group=0,  # an interrupt from the terminal is not meant for it
             )
         except (OSError, MemoryError) as error:
-            raise NoChild(error or "no memory is left") from None
+            raise self._failed(error or "no memory is left") from None
+
+    def make_ready(self) -> subprocess.Popen[bytes]:
+        """Have a child that reads. Returns: it. Raises: NoChild."""
+        child = self._child
+        if child is not None and child.poll() is not None:
+            self._end()  # somebody killed it while it had nothing to do: no grammar's fault
+        self.start()
+        child = self._child
+        if child is None:
+            raise NoChild("they are closed")
+        self._await(child)
+        return child
 
     def run(self, wanted: Constraint, seconds: float) -> Verdict:
         """What comes of a grammar. seconds: of one core, at most. Raises: TooMuch; NoChild."""
-        child = self._child
-        if child is not None and child.poll() is not None:
-            self._end()  # somebody killed it while it had nothing to do: not this grammar's fault
-        self.start()
-        child, done = self._child, False
-        if child is None:
-            raise TooMuch("these grammars are closed")
-        self._await(child)
+        child, done = self.make_ready(), False
         try:
             data = json.dumps([seconds, *wanted.key]).encode()
             child.stdin.write(_LENGTH.pack(len(data)) + data)
@@ -202,8 +206,14 @@ class Trial:
             _read(child, len(_READY), time.monotonic() + START_SECONDS)
         except (OSError, EOFError, ValueError):
             self._end()
-            raise NoChild(f"{sys.executable} -c ... did not start") from None
+            raise self._failed(f"{sys.executable} -c ... did not start") from None
         self._ready = True
+
+    def _failed(self, reason: object) -> NoChild:
+        if self._closed:
+            return NoChild("they are closed")
+        _log.error("the process that tries grammars did not start: %s", reason)
+        return NoChild(reason)
 
     def close(self) -> None:
         """End the child, whatever it does."""
