@@ -165,13 +165,11 @@ class Trial:
 
     def make_ready(self) -> subprocess.Popen[bytes]:
         """Have a child that reads. Returns: it. Raises: NoChild."""
-        child = self._child
-        if child is not None and child.poll() is not None:
+        if self._child is not None and self._child.poll() is not None:
             self._end()  # somebody killed it while it had nothing to do: no grammar's fault
         self.start()
-        child = self._child
-        if child is None:
-            raise NoChild("they are closed")
+        if (child := self._child) is None:
+            raise self._failed("")
         self._await(child)
         return child
 
@@ -210,10 +208,9 @@ class Trial:
         self._ready = True
 
     def _failed(self, reason: object) -> NoChild:
-        if self._closed:
-            return NoChild("they are closed")
-        _log.error("the process that tries grammars did not start: %s", reason)
-        return NoChild(reason)
+        if not self._closed:
+            _log.error("the process that tries grammars did not start: %s", reason)
+        return NoChild("they are closed" if self._closed else reason)
 
     def close(self) -> None:
         """End the child, whatever it does."""
