@@ -23,6 +23,7 @@ from ..errors import ConfigError, TinyserveError
 from ..options import format_bytes
 from ..scheduling.budget import ANY, Crowd
 from .adapters import Desk, NoDesk
+from .pace import MANY
 from .parts import Parts, Phases
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class Machine:
     crowd: Crowd = ANY
     max_running: int = 0
     report: str = ""
+
+    def for_prompts(self, streams: int) -> Crowd:
+        """What prompts may take of a step that so many streams share."""
+        return self.crowd if streams >= MANY else ANY
 
     def cache_facts(self, options: CacheOptions) -> dict[str, Any]:
         """The cache as it was built, for people: its options and its size in blocks."""

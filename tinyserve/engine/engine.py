@@ -27,7 +27,6 @@ from attrs import evolve
 from ..config import EngineConfig
 from ..errors import EngineDead, Overloaded, RequestError
 from ..request import BeamSearchParams, FinishReason, Output, RequestOutputKind, SamplingParams
-from ..scheduling.budget import ANY
 from ..scheduling.update import SchedulerStats
 from ..step import StepInput
 from ..telemetry import Metrics, NoMetrics
@@ -41,7 +40,6 @@ from .intake import Call, Intake, Prepared, Rules
 from .look import Look, look
 from .meter import Meter
 from .outputs import BeamSearchOutput
-from .pace import MANY
 from .parts import Parts, Phases, check_names, load_parts
 from .searches import Meant
 from .streams import Streams
@@ -150,7 +148,7 @@ class Engine:
         self.admission.feed()
         if flying and not self.streams.pace.enough(self.machine.scheduler.num_waiting):
             return None  # one step with all who come until the other lands is less work than two
-        step = self.machine.scheduler.plan(self.machine.crowd if len(self.streams) >= MANY else ANY)
+        step = self.machine.scheduler.plan(self.machine.for_prompts(len(self.streams)))
         if step is not None:
             self.meter.launched(step)
         return step
