@@ -93,8 +93,7 @@ class Engine:
     ) -> Engine:
         """Load the model in a worker thread and start the loop.
 
-        Args: parts, machine: ready-made ones instead of those that `config` describes.
-            offline: see EngineConfig.resolve.
+        Args: parts, machine: in place of those that `config` describes.   offline: see EngineConfig.resolve.
         Raises: ConfigError, CheckpointError. When cancelled, loading ends at the next tensor.
         """
         phases = Phases()
