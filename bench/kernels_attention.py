@@ -13,8 +13,8 @@ import torch
 from attrs import frozen
 from kernel_timing import Case, options_replaced
 
+from tinyserve.kernels import attention_cut as cut
 from tinyserve.kernels import attention_decode as decode
-from tinyserve.kernels import attention_merge as merge
 from tinyserve.kernels import attention_prefill as prefill
 from tinyserve.kernels import attention_verify as verify
 from tinyserve.kernels import coded
@@ -38,6 +38,8 @@ DECODES = {
     "256 x 1k": [1024] * 256,
     "256 x 100..2048": SPREAD,
     "32k among 31 x 1k": [1024] * 31 + [32768],
+    "32k before 255 x 512": [32768] + [512] * 255,
+    "32k behind 255 x 512": [512] * 255 + [32768],
 }
 CODED_DECODES = ("1 x 4k", "1 x 32k", "8 x 32k", "32 x 640", "32 x 4k", "256 x 1k")
 VERIFIES = {"4 of 1 x 4k": (4, [4096]), "4 of 32 x 4k": (4, [4096] * 32), "16 of 8 x 4k": (16, [4096] * 8)}
@@ -108,7 +110,8 @@ def decode_case(cache: Cache, model: str, shape: str, lengths: list[int]) -> Cas
     options = {"scale": SCALE, "max_seq_len": max(lengths)}
 
     def call(table):
-        return lambda: decode.attention_decode(q, cache.k, cache.v, table, lens, out=out, **options)
+        memo = {}  # as in a step, whose layers share the list of parts: the first call makes it
+        return lambda: decode.attention_decode(q, cache.k, cache.v, table, lens, out=out, memo=memo, **options)
 
     def error():
         out.fill_(float("nan"))
@@ -122,6 +125,17 @@ def decode_case(cache: Cache, model: str, shape: str, lengths: list[int]) -> Cas
     return Case("attention_decode", f"{model} {shape}", calls, moved, 0, error, {"lengths": lengths})
 
 
+def cut_case(sequences: int) -> Case:
+    """The list that a step makes once."""
+    lens, tables = lens_of(SPREAD[:sequences]), torch.zeros(sequences, 32, dtype=torch.int32)
+    how = cut.make_cut(sequences, KV_HEADS, 264, invariant=False)
+
+    def call():
+        return cut.attention_cut(lens, lens, tables, how, tile=64, page=64)
+
+    return Case("attention_cut", f"{sequences} sequences", [call])
+
+
 def ragged_case(cache: Cache, operation, shape: str, sequences: list[tuple[int, int]], **options) -> Case:
     query_lens, lengths = [one for one, _ in sequences], [one for _, one in sequences]
     q = torch.empty(sum(query_lens), 32, D, dtype=torch.bfloat16).normal_()
@@ -130,7 +144,8 @@ def ragged_case(cache: Cache, operation, shape: str, sequences: list[tuple[int, 
     options = {"scale": SCALE, "max_query_len": max(query_lens), **options}
 
     def call(table):
-        return lambda: operation(q, cache.k, cache.v, table, starts, lens, out=out, **options)
+        shared = {"memo": {}} if operation is verify.attention_verify else {}
+        return lambda: operation(q, cache.k, cache.v, table, starts, lens, out=out, **options, **shared)
 
     def error():
         out.fill_(float("nan"))
@@ -153,6 +168,8 @@ def cases() -> Iterator[Case]:
     for model in MODELS:
         for shape, lengths in DECODES.items():
             yield decode_case(cache, model, shape, lengths)
+    for sequences in (32, 256):
+        yield cut_case(sequences)
     for shape, (queries, lengths) in VERIFIES.items():
         yield ragged_case(cache, verify.attention_verify, shape, [(queries, length) for length in lengths])
     for shape, sequences in PREFILLS.items():
@@ -210,9 +227,9 @@ def variants(case: Case) -> Iterator[dict]:
 @contextlib.contextmanager
 def using(use: dict) -> Iterator[None]:
     """Let the launchers take these options."""
-    least, merge.LEAST = merge.LEAST, use.get("LEAST", merge.LEAST)
+    least, cut.LEAST = cut.LEAST, use.get("LEAST", cut.LEAST)
     try:
         with options_replaced([decode, prefill], use) if use else contextlib.nullcontext():
             yield
     finally:
-        merge.LEAST = least
+        cut.LEAST = least

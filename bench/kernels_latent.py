@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,7 @@ from tinyserve.layers.rope import RopeSpec, table
 
 C, P, NOPE, V, PAGE, SCALE = 512, 64, 128, 128, 64, 192**-0.5
 POSITIONS = 16 * 65536  # of the cache, 1.2 GB
+random.seed(0)
 SHAPES = {
     "1 x 4k": [4096],
     "1 x 64k": [65536],
@@ -24,6 +26,8 @@ SHAPES = {
     "32 x 4k": [4096] * 32,
     "128 x 1k": [1024] * 128,
     "16 x 8k": [8192] * 16,
+    "32k among 31 x 1k": [1024] * 31 + [32768],
+    "100 x 100..2048": [random.randint(100, 2048) for _ in range(100)],
 }
 
 
@@ -35,18 +39,20 @@ def decode_case(cache: torch.Tensor, heads: int, shape: str, lengths: list[int])
     tokens, width = len(lengths), -(-max(lengths) // PAGE)
     q = torch.empty(tokens, heads, C + P, dtype=torch.bfloat16).normal_()
     lens, rows = torch.tensor(lengths, dtype=torch.int32), torch.arange(tokens, dtype=torch.int32)
-    used = tokens * width
-    sets = max(1, min(8, (cache.shape[0] - 1) // used))
-    order = torch.randperm(cache.shape[0] - 1, device=None).to(torch.int32) + 1
-    tables = [order[number * used : (number + 1) * used].view(tokens, width) for number in range(sets)]
+    blocks = [-(-length // PAGE) for length in lengths]
+    sets = max(1, min(8, (cache.shape[0] - 1) // sum(blocks)))
+    order = (torch.randperm(cache.shape[0] - 1).to(torch.int32) + 1)[: sets * sum(blocks)].split(blocks * sets)
+    filled = [torch.nn.functional.pad(one, (0, width - len(one))) for one in order]
+    tables = [torch.stack(filled[number * tokens : (number + 1) * tokens]) for number in range(sets)]
     options = {"scale": SCALE, "max_seq_len": max(lengths)}
 
     def call(tables):
         return lambda: latent.attention_latent(q[..., :C], q[..., C:], cache, tables, rows, lens, **options)
 
     def error():
-        few = (q[:2, :, :C], q[:2, :, C:], cache, tables[0], rows[:2], lens[:2])
-        return distance(latent.attention_latent(*few, **options), latent.attention_latent_reference(*few, **options))
+        some = sorted({0, tokens // 2, tokens - 1})
+        few = (q[some, :, :C], q[some, :, C:], cache, tables[0], rows[some], lens[some])
+        return distance(call(tables[0])()[some], latent.attention_latent_reference(*few, **options))
 
     total = sum(lengths)
     calls = [call(one) for one in tables]

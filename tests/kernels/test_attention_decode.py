@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from tests.kernels.harness import assert_close, compile_only, nan_like, randn
 from tinyserve.kernels import attention_decode as module
-from tinyserve.kernels.attention_merge import make_cut
+from tinyserve.kernels.attention_cut import make_cut
 
 NO_BLOCK = 2**30
 
@@ -239,14 +239,14 @@ def test_the_reference_takes_sequences_of_any_lengths_together():
 def test_room_for_parts():
     """Breaks if one sequence of 32k keys gets less than the device, or 256 equal ones are cut."""
     cut = make_cut(1, 8, 264, invariant=False)
-    assert (cut.target, cut.parts, cut.merges) == (32, 32, 1)
+    assert (cut.target, cut.parts, cut.merges, cut.listed) == (32, 32, 1, False)
     cut = make_cut(32, 8, 264, invariant=False)
-    assert (cut.target, cut.parts) == (18, 49)
+    assert (cut.target, cut.parts, cut.merges, cut.listed) == (98, 49, 17, True)
     cut = make_cut(256, 8, 264, invariant=False)
-    assert (cut.parts, cut.merges) == (32 + 255, 21)
-    assert make_cut(300, 512, 264, invariant=False).merges == 0
+    assert (cut.parts, cut.merges) == (256 + 16, 16)
+    assert make_cut(300, 512, 264, invariant=False).merges == make_cut(1, 512, 264, invariant=False).merges == 0
     cut = make_cut(2, 8, 264, invariant=True, window=100, queries=4)
-    assert (cut.parts, cut.merges, cut.window, cut.queries) == (32, 2, 100, 4)
+    assert (cut.parts, cut.merges, cut.listed, cut.window, cut.queries) == (32, 2, False, 100, 4)
 
 
 @pytest.mark.parametrize(
@@ -302,15 +302,17 @@ def test_more_than_2_to_the_31_elements(device):
 
 
 @pytest.mark.skipif(module.launch.CPU_RUNS_KERNELS, reason="Triton is interpreted in the whole process")
-@pytest.mark.parametrize("page", [16, 64])
-def test_loads_run_ahead(page):
+@pytest.mark.parametrize("sequences, page", [(1, 16), (1, 64), (2, 64)])
+def test_loads_run_ahead(sequences, page):
     """Breaks at 0 copies under way if Triton takes the page number into its pipeline: a third of the bandwidth lost."""
     with compile_only("sm_90") as built:
-        q, cache = torch.empty(1, 8, 128, dtype=torch.bfloat16), torch.empty(8, 2, page, 128, dtype=torch.bfloat16)
-        table, lens = torch.empty(1, 64, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+        q = torch.empty(sequences, 8, 128, dtype=torch.bfloat16)
+        cache = torch.empty(8, 2, page, 128, dtype=torch.bfloat16)
+        table, lens = torch.empty(sequences, 64, dtype=torch.int32), torch.empty(sequences, dtype=torch.int32)
         module.attention_decode(q, cache, cache, table, lens, scale=0.1, max_seq_len=64)
 
-    under_way = re.findall(r"cp\.async\.wait_group\s+(\d+)", built[0].kernel.asm["ptx"])
+    attention = next(one for one in built if "parts" in one.name)
+    under_way = re.findall(r"cp\.async\.wait_group\s+(\d+)", attention.kernel.asm["ptx"])
     assert max(map(int, under_way)) >= 2
 
 

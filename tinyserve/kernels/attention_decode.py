@@ -3,8 +3,8 @@
 A decode step reads every key and value once and computes little, so what counts is that the whole device reads. One
 program = (kv head, part of a sequence): the G query heads of a kv head are the rows of one tile, so that a key is read
 once for all of them, and the keys of a long sequence are cut into parts. Into how many is computed from `seq_lens` on
-the device (`attention_merge.py` says how), so that one recorded graph serves every length. The program of a sequence in
-one part writes the output, else `attention_merge` joins the parts. `attention_verify` shares the kernel.
+the device, once a step (`attention_cut.py`), so that one recorded graph serves every length. The program of a sequence
+in one part writes the output, else `attention_merge` joins the parts. `attention_verify` shares the kernel.
 
 Softmax is online and in float32 with base 2: a running peak, a running denominator, an accumulator. The page number of
 a tile is read one tile ahead, because a load that waits for another load breaks the software pipeline. What a model
@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .attention_merge import PROGRAMS, Cut, find_part, keys_of, make_cut, merge_cut, parts_of
+from .attention_cut import PROGRAMS, Cut, attention_cut, find_part, first_block, make_cut, queries_of
+from .attention_merge import merge_cut
 from .coded import (
     CodedCache,
     averages,
@@ -208,9 +209,10 @@ def head_number(ptr, head, mask, GIVEN: tl.constexpr):
 # Lengths and counts change from step to step, and slices begin anywhere in a buffer: that must not make new variants.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs", "target", "table_stride"],
-    do_not_specialize_on_alignment=["tables_ptr", "query_start_ptr", "lens_ptr"],
+    do_not_specialize_on_alignment=["cut_ptr", "tables_ptr", "query_start_ptr", "lens_ptr"],
 )
 def _attention_parts_kernel(
+    cut_ptr,  # records of attention_cut.py; read if LISTED
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [B, Hkv, P, D], or words [B, Hkv, P, D / 2] of a coded cache
     v_ptr,  # the same
@@ -231,7 +233,7 @@ def _attention_parts_kernel(
     out_head_stride,  # elements between heads
     num_tokens,  # T
     num_seqs,  # S
-    target,  # attention_merge.py::Cut
+    target,  # attention_cut.py::Cut
     scale,
     cap,
     k_scales_ptr,  # of coded caches, if EACH: [B, Hkv, P]
@@ -247,7 +249,7 @@ def _attention_parts_kernel(
     QUERIES: tl.constexpr,  # most query tokens of a sequence; 1: sequence s has the one token s
     LEAST: tl.constexpr,
     FIXED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    LISTED: tl.constexpr,
     CODE: tl.constexpr,  # of coded.py
     EACH: tl.constexpr,
     ROWS: tl.constexpr,  # a power of two, at least QUERIES * G and 16
@@ -266,32 +268,20 @@ def _attention_parts_kernel(
     head = kv_head * G + row % G
     heads = tl.num_programs(0) * G
 
-    # Lengths and block tables are older than the kernel in front, so is all of the cache but this step's tokens.
-    sequence, first, share = find_part(lens_ptr, num_seqs, target, item, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
-    exists = sequence < num_seqs
-    length = tl.load(lens_ptr + sequence, mask=exists, other=0)
-    start = sequence
-    queries = 1
-    if QUERIES > 1:
-        start = tl.load(query_start_ptr + sequence, mask=exists, other=0)
-        queries = tl.load(query_start_ptr + sequence + 1, mask=exists, other=0) - start
-    parts = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
-    low = length * 0
-    if WINDOW:
-        low = tl.maximum(length - queries - WINDOW + 1, 0) // TILE * TILE
-    keys = tl.cdiv(tl.cdiv(length - low, parts), TILE) * TILE
-    begin = low + (item - first) * keys
-    end = tl.minimum(begin + keys, length)
+    # Lengths, tables and the list are older than the kernel in front, so is all of the cache but this step's tokens.
+    sequence, length, begin, end, parts = find_part(
+        cut_ptr, query_start_ptr, lens_ptr, num_seqs, target, item, WINDOW, QUERIES, LEAST, FIXED, LISTED, TILE
+    )
+    works = sequence < num_seqs
+    start, queries = queries_of(query_start_ptr, sequence, works, QUERIES)
     tables_ptr += sequence.to(tl.int64) * table_stride
     k_ptr += kv_head.to(tl.int64) * page_stride
     v_ptr += kv_head.to(tl.int64) * page_stride
     if EACH:
         k_scales_ptr += kv_head * PAGE
         v_scales_ptr += kv_head * PAGE
-    works = exists & (item - first < parts)
-    if not works:
-        end = begin
-    pages = pages_of(tables_ptr, begin, end, PAGE, TILE)
+    listed: tl.constexpr = LISTED and PAGE >= TILE
+    pages = first_block(cut_ptr, item) if listed else pages_of(tables_ptr, begin, end, PAGE, TILE)
     if LINES > 0 and works:
         place = pages.to(tl.int64) * block_stride + begin % PAGE * WIDTH
         warm_rows(k_ptr + place, tl.arange(0, TILE), WIDTH, LINES, PDL)
@@ -387,7 +377,7 @@ def attention_decode(
         alibi_slopes: [Hq] slopes m: a logit gets + m · (its key's position - its query's position), or None.
         batch_invariant: a sequence's result has the same bits whatever its neighbours; slower for one long sequence.
         out: [S, Hq, D], written if given; contiguous in its last dimension.
-        memo: of this step, for the reference (launch.py::once).
+        memo: of this step: what its layers share (launch.py::once).
 
     Returns:
         [S, Hq, D] in q's type: `out`, or new.
@@ -412,26 +402,29 @@ def attention_decode(
         sizes = len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS")
         cut = make_cut(*sizes, invariant=batch_invariant, window=window)
         where = (block_tables, seq_lens, seq_lens)
-        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, (scale, softcap), cut, options)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, (scale, softcap), cut, options, memo)
     return out
 
 
-def attend_parts(q, caches, where, extras, out, factors, cut: Cut, options) -> None:
+def attend_parts(q, caches, where, extras, out, factors, cut: Cut, options, memo: dict | None) -> None:
     """Attend with up to `cut.queries` tokens of each sequence into `out`, through parts where a sequence is cut.
 
     Args:
         where: block_tables, query_start (anything if a sequence has one query), seq_lens.
         extras: sinks and slopes, or Nones.    factors: scale and soft-cap.    options: what `part_options` gave.
+        memo: where layers keep the list of parts.
     """
     heads, head_dim = q.shape[1:]
     kept, factors = [words(cache) for cache in caches], base_2(*factors, caches[0])
     kv_heads, page = kept[0].shape[1:3]
     partial, lse = out, out
+    listed = list_parts(where, cut, options["TILE"], page, memo) if cut.listed else where[2]
     if cut.merges:
         rows = (cut.parts, cut.queries, heads)
         partial = torch.empty((*rows, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     _attention_parts_kernel[(kv_heads, cut.parts)](
+        listed,
         q,
         *kept,
         *where,
@@ -453,12 +446,19 @@ def attend_parts(q, caches, where, extras, out, factors, cut: Cut, options) -> N
         SOFTCAP=factors[1] > 0,
         SINKS=extras[0] is not None,
         ALIBI=extras[1] is not None,
-        **cut.constants(len(where[2])),
+        **cut.constants(),
         **constants(*caches),
         **options,
         **overlap(q),
     )
-    merge_cut((partial, lse), cut, where[1:], extras[0], out)
+    merge_cut((partial, lse), cut, (listed, *where[1:]), extras[0], out)
+
+
+def list_parts(where, cut: Cut, tile: int, page: int, memo: dict | None) -> torch.Tensor:
+    """What `attention_cut` gives, once for all layers that cut alike. where: as for `attend_parts`."""
+    tables, query_start, seq_lens = where
+    key = ("parts", cut, tile, page, len(seq_lens), *(one.data_ptr() for one in where))
+    return once(memo, key, lambda: attention_cut(seq_lens, query_start, tables, cut, tile=tile, page=page))
 
 
 def base_2(scale: float, softcap: float, k_cache: torch.Tensor | CodedCache) -> tuple[float, float]:

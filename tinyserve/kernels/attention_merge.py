@@ -1,19 +1,12 @@
-"""Cutting the keys of a sequence into parts, and joining what the parts give.
+"""Joining what the parts of a sequence give.
 
-A program of `attention_decode` attends to one part. What it leaves is the part's own softmax average and the log of its
-denominator, which is all that is needed to weigh it against the others:
+A program of `attention_decode` attends to one part of a sequence's keys (`attention_cut.py`). What it leaves is the
+part's own softmax average and the log of its denominator, which is all that is needed to weigh it against the others:
 
     out = Σ exp(lse_k) · partial_k / (Σ exp(lse_k) + exp(sink))
 
 A part may be empty: then its lse is -inf and its average is not read. A row whose parts are all empty becomes zero. The
 sink, a learned logit that takes probability and gives no value, joins the denominator here and only here.
-
-**The cut** is computed on the device, from the lengths, by every program for itself: the host does not know lengths,
-and one recorded graph must serve them all. A kv head has room for `target` parts; `share`, the keys of all sequences
-over `target`, is what a part should hold; a sequence gets as many parts as shares fit into it, rounded, and at least
-one. So one long sequence fills the device, many equal ones are not cut at all, and the one long among many short ones
-is. There are at most target + S - 1 parts, numbered sequence by sequence: that is the grid. Batch-invariant mode cuts
-each sequence by its own length alone (`FIXED`), and so gives it the same bits whatever its neighbours are.
 
 One program = one sequence, ROWS of its (token, query head) pairs, a row after the other, and BLOCK_D numbers of each. A
 row reads parts·(D + 1)·4 bytes. In a large batch hardly any sequence is cut, and what counts is that few programs start
@@ -27,136 +20,14 @@ Before: `attention_decode.py` and `attention_verify.py`, which leave the parts. 
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
 
+from .attention_cut import Cut, find_cut
 from .launch import cdiv, choose, next_power_of_2, overlap, start_next, use_kernel, wait_inputs
 
-PROGRAMS = 2  # attention programs for each processor of the device; measured: more cost more than they bring
-LEAST = 64  # keys that are worth a part of their own
-# Batch-invariant: a part for every so many keys, up to so many parts.
-FIXED_LEAST, FIXED_MOST = 512, 16
 CHUNK = 1024  # floats of partial rows that a warp holds at a time
 # Parts up to which a program is one warp. Measured: what four have to tell each other took half of a merge of 32 parts
 # of 128; of 128 parts of 512, one warp has too short a piece of each row.
 ONE_WARP = 64
-
-
-@frozen
-class Cut:
-    """How many parts there are room for. What the cut kernels and the merge must agree on.
-
-    Attributes:
-        target: parts of one kv head that fill the device.
-        parts: most parts of one kv head, over all sequences: the grid.
-        merges: most sequences in more than one part.
-        least: keys that are worth a part.
-        fixed: most parts of a sequence if the cut may not depend on its neighbours, else 0.
-        window, queries: of the attention; a sequence has no more than window + queries - 1 keys to read.
-    """
-
-    target: int
-    parts: int
-    merges: int
-    least: int
-    fixed: int
-    window: int = 0
-    queries: int = 1
-
-    def constants(self, sequences: int) -> dict[str, int]:
-        """The kernels' compile-time arguments; few values of BLOCK_S, for each is a kernel to compile."""
-        block = next((size for size in (1, 32, 256) if sequences <= size), next_power_of_2(sequences))
-        return {
-            "WINDOW": self.window,
-            "QUERIES": self.queries,
-            "LEAST": self.least,
-            "FIXED": self.fixed,
-            "BLOCK_S": block,
-        }
-
-
-def make_cut(
-    sequences: int, kv_heads: int, programs: int, *, invariant: bool, window: int = 0, queries: int = 1
-) -> Cut:
-    """The cut for this many sequences on a device that `programs` programs fill."""
-    if invariant:
-        parts = sequences * FIXED_MOST
-        return Cut(1, parts, sequences, FIXED_LEAST, FIXED_MOST, window, queries)
-    target = max(programs // kv_heads, 1)
-    if target >= 16:  # the merge reads 32 at a time
-        target -= target % 16
-    # Three programs of a processor run at once. Measured: a grid of more, of which hardly two for each have anything to
-    # do, took 15 % longer (32 sequences of 4k); it must be the place where these few happen to go.
-    room = 3 * programs // (2 * kv_heads)
-    if sequences <= room:
-        target = max(min(target, room - sequences + 1), target // 2, 1)
-    # More than one part means at least 1.5 shares, and there are no more than `target` shares.
-    merges = min(sequences, target * 2 // 3)
-    return Cut(target, target + sequences - 1, merges, LEAST, 0, window, queries)
-
-
-@triton.jit
-def keys_of(length, WINDOW: tl.constexpr, QUERIES: tl.constexpr):
-    """Keys that the queries of a sequence see together, at most."""
-    if WINDOW:
-        length = tl.minimum(length, WINDOW + QUERIES - 1)
-    return length
-
-
-@triton.jit
-def parts_of(keys, share, LEAST: tl.constexpr, FIXED: tl.constexpr):
-    """Into how many parts a sequence is cut: at least one, which writes the zeros if there is no key."""
-    parts = tl.minimum(tl.cdiv(keys, LEAST), FIXED) if FIXED else (keys + share // 2) // share
-    return tl.maximum(parts, 1)
-
-
-@triton.jit
-def parts_of_all(lens_ptr, num_seqs, target, WINDOW: tl.constexpr, QUERIES: tl.constexpr, LEAST: tl.constexpr,
-                 FIXED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """The number of parts of each sequence [BLOCK_S], 0 behind the last, and the share."""
-    index = tl.arange(0, BLOCK_S)
-    real = index < num_seqs
-    keys = keys_of(tl.load(lens_ptr + index, mask=real, other=0), WINDOW, QUERIES)
-    share = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), target), LEAST)
-    return tl.where(real, parts_of(keys, share, LEAST, FIXED), 0), share
-
-
-@triton.jit
-def find_part(lens_ptr, num_seqs, target, item, WINDOW: tl.constexpr, QUERIES: tl.constexpr, LEAST: tl.constexpr,
-              FIXED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Whose part number `item` is: (sequence, number of its first part, share). No part: sequence >= num_seqs."""
-    if FIXED:
-        share = target * 0
-        sequence = item // FIXED
-        first = sequence * FIXED
-    elif BLOCK_S == 1:
-        keys = keys_of(tl.load(lens_ptr, mask=num_seqs > 0, other=0), WINDOW, QUERIES)
-        share = tl.maximum(tl.cdiv(keys, target), LEAST)
-        sequence = item * 0
-        first = item * 0
-    else:
-        parts, share = parts_of_all(lens_ptr, num_seqs, target, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
-        ends = tl.cumsum(parts, axis=0)
-        past = ends <= item
-        sequence = tl.sum(past.to(tl.int32), axis=0)
-        first = tl.max(tl.where(past, ends, 0), axis=0)
-    return sequence, first, share
-
-
-@triton.jit
-def find_cut(lens_ptr, num_seqs, target, rank, WINDOW: tl.constexpr, QUERIES: tl.constexpr, LEAST: tl.constexpr,
-             FIXED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """The sequence that is the rank-th in more than one part: as `find_part`."""
-    if FIXED or BLOCK_S == 1:
-        sequence, first, share = find_part(
-            lens_ptr, num_seqs, target, rank * FIXED, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S
-        )
-    else:
-        parts, share = parts_of_all(lens_ptr, num_seqs, target, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
-        cut = parts > 1
-        before = tl.cumsum(cut.to(tl.int32), axis=0) <= rank
-        sequence = tl.sum(before.to(tl.int32), axis=0)
-        first = tl.sum(tl.where(before, parts, 0), axis=0)
-    return sequence, first, share
 
 
 def attention_merge_reference(
@@ -200,19 +71,24 @@ def join(
     return acc / tl.where(total == 0.0, 1.0, total)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "target"], do_not_specialize_on_alignment=["query_start_ptr", "lens_ptr"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "target", "most_parts"],
+    do_not_specialize_on_alignment=["cut_ptr", "query_start_ptr", "lens_ptr"],
+)
 def _attention_merge_kernel(
     partial_ptr,  # RAGGED: [parts, QUERIES, Hq, D]; else [S, Hq, K, D]; contiguous, float32
     lse_ptr,  # the same without D; -inf: an empty part
+    cut_ptr,  # records of attention_cut.py; read if LISTED
     query_start_ptr,  # [S + 1]; read if QUERIES > 1
-    lens_ptr,  # [S]; read if RAGGED
+    lens_ptr,  # [S]; read if RAGGED, unless LISTED
     sinks_ptr,  # [Hq]; read if SINKS
     out_ptr,  # [T, Hq, D]
     out_stride,  # elements between tokens
     out_head_stride,  # elements between heads
     heads,  # Hq
     num_seqs,  # S
-    target,
+    target,  # attention_cut.py::Cut
+    most_parts,  # the parts of it
     D: tl.constexpr,
     K: tl.constexpr,  # parts of every sequence; 0 if RAGGED
     RAGGED: tl.constexpr,  # the parts are those of a cut
@@ -221,7 +97,7 @@ def _attention_merge_kernel(
     QUERIES: tl.constexpr,
     LEAST: tl.constexpr,
     FIXED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    LISTED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -233,10 +109,10 @@ def _attention_merge_kernel(
     sequence = rank
     first = rank
     count = rank * 0 + K
-    if RAGGED:  # lengths were there before the kernel in front
-        sequence, first, share = find_cut(lens_ptr, num_seqs, target, rank, WINDOW, QUERIES, LEAST, FIXED, BLOCK_S)
-        length = tl.load(lens_ptr + sequence, mask=sequence < num_seqs, other=0)
-        count = parts_of(keys_of(length, WINDOW, QUERIES), share, LEAST, FIXED)
+    if RAGGED:  # lengths were there before the kernel in front, and so was what follows from them
+        sequence, first, count = find_cut(
+            cut_ptr, lens_ptr, num_seqs, target, most_parts, rank, WINDOW, QUERIES, LEAST, FIXED, LISTED
+        )
     wait_inputs(PDL)  # all programs do, also those without work: else this kernel could end before the one in front
     if RAGGED:
         if sequence >= num_seqs:
@@ -291,8 +167,8 @@ def attention_merge(
     _check(partial, lse, sinks, out)
     sequences, heads, parts, _ = partial.shape
     if out.numel():
-        constants = {"K": parts, "WINDOW": 0, "QUERIES": 1, "LEAST": 1, "FIXED": 0, "BLOCK_S": 1}
-        _launch((partial, lse), (lse, lse), sinks, out, (heads, sequences), (sequences, 1), constants)
+        constants = {"K": parts, "WINDOW": 0, "QUERIES": 1, "LEAST": 1, "FIXED": 0, "LISTED": False}
+        _launch((partial, lse), (lse, lse, lse), sinks, out, (heads, sequences), (sequences, 1, 0), constants)
     return out
 
 
@@ -302,14 +178,13 @@ def merge_cut(parts, cut: Cut, where, sinks: torch.Tensor | None, out: torch.Ten
     Args:
         parts: (partial [cut.parts, cut.queries, Hq, D], lse [cut.parts, cut.queries, Hq]), float32, contiguous.
         cut: that the parts were made by.
-        where: (query_start [S + 1], seq_lens [S]), the lengths it was made from.
+        where: what `attention_cut` gave (anything if the cut is not listed), query_start [S + 1], and seq_lens [S].
         sinks: as for `attention_merge`.
     """
-    sequences, heads = len(where[1]), out.shape[1]
     if cut.merges:
-        grid = heads * cut.queries, cut.merges  # rows of a sequence, sequences
-        constants = {"K": 0, **cut.constants(sequences)}
-        _launch(parts, where, sinks, out, grid, (sequences, cut.target), constants)
+        grid = out.shape[1] * cut.queries, cut.merges  # rows of a sequence, sequences
+        numbers, constants = (len(where[2]), cut.target, cut.parts), {"K": 0, **cut.constants()}
+        _launch(parts, where, sinks, out, grid, numbers, constants)
 
 
 def _launch(parts, where, sinks, out, grid, numbers, constants) -> None:

@@ -13,8 +13,8 @@ Before: `rope.py` has written the new keys and values.  After: `attention_merge.
 
 import torch
 
+from .attention_cut import make_cut
 from .attention_decode import attend_parts, part_options
-from .attention_merge import make_cut
 from .attention_prefill import attention_prefill_reference, check_ragged
 from .coded import CodedCache, raw, words
 from .launch import use_kernel
@@ -56,15 +56,15 @@ def attention_verify(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
+    memo: dict | None = None,
 ) -> torch.Tensor:
     """Attend with up to MOST_QUERIES new tokens of each sequence, whose keys and values are in the cache already.
 
     Args:
         max_query_len: at least every query length, at most MOST_QUERIES. Of a longer sequence only so many rows are
             written.
-        others: as for `attention_prefill`; `batch_invariant` as for `attention_decode`.
+        others: as for `attention_prefill`; `memo` as for `attention_decode`.
 
     Returns:
         [T, Hq, D] in q's type: `out`, or new. Padding gives zeros.
@@ -83,10 +83,10 @@ def attention_verify(
         raise ValueError(f"attention_verify: max_query_len is {max_query_len}; 1 to {MOST_QUERIES} are possible")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out.numel():
-        queries = FEW_QUERIES if max_query_len <= FEW_QUERIES and not batch_invariant else MOST_QUERIES
+        queries = FEW_QUERIES if max_query_len <= FEW_QUERIES else MOST_QUERIES
         options = part_options("attention_verify", q, words(k_cache), len(seq_lens), queries)
-        sizes = {"invariant": batch_invariant, "window": window, "queries": queries}
+        sizes = {"invariant": False, "window": window, "queries": queries}
         cut = make_cut(len(seq_lens), k_cache.shape[1], options.pop("PROGRAMS"), **sizes)
         where = (block_tables, query_start, seq_lens)
-        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, (scale, softcap), cut, options)
+        attend_parts(q, (k_cache, v_cache), where, (sinks, alibi_slopes), out, (scale, softcap), cut, options, memo)
     return out

@@ -310,6 +310,13 @@ def start_next(PDL: tl.constexpr):
 
 
 @triton.jit
+def publish(PDL: tl.constexpr):
+    """What has been written so far can be seen by kernels that start later and do not wait. Nothing if PDL is off."""
+    if PDL:
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def warm_rows(ptr, row, stride, LINES: tl.constexpr, PDL: tl.constexpr):
     """Ask for the first LINES cache lines (128 bytes) of 2-byte rows to be brought to L2; where overlap is on."""
     if PDL and LINES > 0:

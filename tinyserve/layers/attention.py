@@ -226,8 +226,9 @@ class Attention(Part):
         # query_start counts from the first row of q, so the prefills are addressed where they stand.
         rest = (q, cache.k, cache.v, tables[decodes:], step.query_start, lengths[decodes:])
         short = not self.invariant and is_short(step.max_query_len, step.num_seqs - decodes)
-        several = attention_verify if short else attention_prefill
-        return several(*rest, max_query_len=step.max_query_len, out=out, **options)
+        if short:
+            return attention_verify(*rest, max_query_len=step.max_query_len, out=out, memo=memo, **options)
+        return attention_prefill(*rest, max_query_len=step.max_query_len, out=out, **options)
 
     def _pieces(self, batch: Batch) -> Pieces:
         """The step as this layer sees it: cut at the borders of chunks, once for all layers of the KV group."""

@@ -22,8 +22,6 @@ ROWS = 2
 # Attention of so many tokens of each of so many sequences: what kernels/attention_*.py choose their code by.
 TOGETHER = (
     (1, (33,)),
-    (1, (257,)),
-    (1, (513,)),
     (4, (2, 8)),
     (16, (2, 8)),
     (1, (2, 8)),
