@@ -43,9 +43,9 @@ def test_the_list_is_its_reference(device, lengths, window, queries, page):
 
 @pytest.mark.parametrize("lengths", [[65, 0, 5000, 1, 64], [4096] * 16, [64] * 30 + [0, 9000]])
 def test_parts_are_as_small_as_the_grid_allows(device, lengths):
-    """Breaks at 16 sequences if they are not cut into three parts each, or at the long one if it gets less than 18."""
+    """Breaks at 16 sequences if they are not cut into two parts each, or at the long one if it gets less than 18."""
     cut = module.make_cut(len(lengths), 1, 33, invariant=False)
-    assert cut.parts == (32 if len(lengths) < 16 else 49)
+    assert cut.parts == (32 if len(lengths) <= 16 else 49)
     check_same(lengths, cut, 64, 64, device)
 
 
