@@ -179,6 +179,24 @@ def test_batch_invariant_bits(device):
         assert torch.equal(call(rows), together[rows])
 
 
+def test_layers_share_a_list(device):
+    """Breaks if a layer's list is made anew, or if one with another window or other tables is given that list."""
+    pages = fill_pages([130, 0, 700, 64], kv_heads=1, head_dim=16, page=64, dtype=torch.float32, device=device)
+    q, memo = randn(4, 2, 16, dtype=torch.float32, device=device), {}
+    others = pages.tables.flip(0).contiguous()
+
+    def call(tables, lens, **options):
+        options |= {"scale": 0.3, "max_seq_len": 700}
+        return module.attention_decode(q, pages.k_cache, pages.v_cache, tables, lens, memo=memo, **options)
+
+    for count, window in ((1, 0), (1, 0), (2, 100)):
+        out = call(pages.tables, pages.lens, window=window)
+        assert len(memo) == count
+        assert_close(out, expected_decode(q, pages, scale=0.3, window=window))
+    swapped = evolve(pages, keys=pages.keys[::-1], values=pages.values[::-1])
+    assert_close(call(others, pages.lens.flip(0)), expected_decode(q, swapped, scale=0.3))
+
+
 def check_gaps(tokens, attend, expected, *, dtype, device):
     """Assert that no stride is taken for granted: q is the front of a fused row, out has gaps that must stay NaN."""
     pages = fill_pages([20, 40], kv_heads=2, head_dim=64, page=16, dtype=dtype, device=device)

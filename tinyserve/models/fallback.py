@@ -97,7 +97,7 @@ class Step:
         out = torch.empty_like(q)
         if decodes:
             pages = (q[:decodes], cache.k, cache.v, tables[:decodes], lengths[:decodes])
-            attention_decode(*pages, max_seq_len=batch.max_seq_len, out=out[:decodes], **scores)
+            attention_decode(*pages, max_seq_len=batch.max_seq_len, out=out[:decodes], memo=batch.memo, **scores)
         if decodes < batch.num_seqs:
             rest = (q, cache.k, cache.v, tables[decodes:], batch.query_start[decodes:], lengths[decodes:])
             attention_prefill(*rest, max_query_len=batch.max_query_len, out=out, **scores)
