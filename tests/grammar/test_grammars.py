@@ -1,5 +1,6 @@
 """What each kind of grammar takes and refuses; how compiling is bounded, shared and waited for."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -298,6 +299,38 @@ def test_a_twin_ends_with_its_child_and_with_the_pipe():
             before.wait(30)
             assert tried.run(letter("b"), 3.0).error == "" and tried._child is not before
             ended(twin)
+    finally:
+        tried.close()
+
+
+def test_a_twin_that_was_killed_while_idle_is_nobodys_fault():
+    """What the child said of it was the answer of the next grammar, and that one's the answer of the one behind it."""
+    tried = trial.Trial(VOCAB, {}, (EOS,))
+    try:
+        for text in "qxz":
+            found = tried.run(letter(text), 3.0)
+            assert found.error == "" and text in found.text
+            twins = Path(f"/proc/{tried._child.pid}/task/{tried._child.pid}/children")
+            (twin,) = twins.read_text().split()
+            os.kill(int(twin), signal.SIGKILL)
+            ended(twin)
+    finally:
+        tried.close()
+
+
+def test_a_child_that_cannot_make_another_twin_is_started_again(monkeypatch):
+    """It ends; that is no grammar's fault."""
+    monkeypatch.setattr(trial, "_CODE", "import os, itertools; fork, count = os.fork, itertools.count()\n"
+                        "os.fork = lambda: fork() if not next(count) else [][0]\n" + trial._CODE)  # fmt: skip
+    tried = trial.Trial(VOCAB, {}, (EOS,))
+    try:
+        for _ in range(2):
+            with pytest.raises(trial.TooMuch):
+                tried.run(Constraint(kind="json", value={"type": "integer", "multipleOf": 1234567}), 0.05)
+            with contextlib.suppress(trial.NoChild):  # it may be about to end
+                tried.run(letter("a"), 3.0)
+            tried._child is None or tried._child.wait(30)
+            assert tried.run(letter("b"), 3.0).error == ""
     finally:
         tried.close()
 

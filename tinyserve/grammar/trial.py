@@ -30,6 +30,7 @@ import ctypes
 import importlib
 import json
 import logging
+import mmap
 import os
 import random
 import select
@@ -188,7 +189,8 @@ class Trial:
                 return Verdict(error, size, text)
             (status,), done = answer, True  # of a twin that is dead; there is another one
         except (OSError, EOFError, ValueError):
-            status = self._end()
+            if (status := self._end()) > 0 and _FORKS:  # the child could not make another twin
+                raise NoChild("no other process could be started") from None
         finally:
             if not done:  # dead, stuck, or grown
                 self._end()
@@ -287,11 +289,13 @@ def child() -> None:
     _bound(_memory(0) + MEMORY_BYTES)
     sys.stdout.buffer.write(_READY)
     sys.stdout.buffer.flush()
+    busy = mmap.mmap(-1, 1)  # shared with the twins: whether one has begun with something
     if not _FORKS:
-        _answer(tokens, special, usual)
+        _answer(tokens, special, usual, busy)
         return
-    while status := _twin(lambda: _answer(tokens, special, usual)):
-        if status != GROWN:
+    while status := _twin(lambda: _answer(tokens, special, usual, busy)):
+        if busy[0]:  # else nobody waits: it held too much memory, or somebody killed it
+            busy[0] = 0
             _say([status])
 
 
@@ -306,15 +310,17 @@ def _twin(work: Callable[[], int]) -> int:
         os._exit(status)
 
 
-def _answer(tokens: LLTokenizer, special: Mapping[str, int], usual: int) -> int:
+def _answer(tokens: LLTokenizer, special: Mapping[str, int], usual: int, busy: mmap.mmap) -> int:
     """Try what is asked for until the pipe ends, or too much memory is held: 0, or GROWN."""
     source = sys.stdin.buffer
     while head := source.read(_LENGTH.size):
+        busy[0] = 1
         seconds, *key = json.loads(source.read(*_LENGTH.unpack(head)))
         _alarm(seconds)
         verdict = _tried(tokens, special, key)
         _alarm(0)
         small = _memory() - usual < MEMORY_BYTES // 4
+        busy[0] = 0
         _say([*verdict, small or _FORKS])
         if not small:
             return GROWN
