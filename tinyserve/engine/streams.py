@@ -251,8 +251,11 @@ class Streams:
     async def deliver(self, updates: Iterable[Update]) -> None:
         """Push a step's updates; sockets and readers have a turn in between, for there may be a thousand."""
         speakers: list[tuple[Answer, Stream]] = []
+        known = isinstance(updates, Grown) and self._choir is not None and self._choir.convoy is updates.convoy
+        if not known and len(self._answers) > _WORK:
+            await asyncio.sleep(0)  # planning and booking a step sequence by sequence took as long as a turn may
         if isinstance(updates, Grown):
-            if self._choir is None or self._choir.convoy is not updates.convoy:
+            if not known:
                 self._choir = Choir.of(updates.convoy, self._answers)
             updates = self._choir.take(updates, self._meter)
             speakers = self._choir.speakers(self.pace)
