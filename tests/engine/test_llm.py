@@ -167,6 +167,23 @@ def test_an_interrupt_aborts_the_requests_and_leaves_the_engine_usable(interrupt
         assert len(quiet(llm, "a")[0].outputs[0].token_ids) == 6
 
 
+def test_an_interrupt_while_loading_leaves_nothing_behind(interruptible, monkeypatch, capfd):
+    """Python said "Task was destroyed but it is pending!" of the start under the traceback."""
+    loading, main = threading.Event(), threading.main_thread().ident
+
+    async def start(*_, **__):
+        loading.set()
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Engine, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        LLM("nothing")
+    assert loading.is_set() and not [t for t in threading.enumerate() if t.name == "tinyserve-llm"]
+    gc.collect()
+    assert "destroyed" not in capfd.readouterr().err
+
+
 def test_a_dead_engine_raises_its_cause():
     with make(runner=ToyRunner(letters, fail_at=2)) as llm, pytest.raises(EngineDead, match="fell off the bus"):
         quiet(llm, ["a", "b"])

@@ -132,6 +132,8 @@ def test_aborting_by_id_and_all(run):
                 assert (await client.post("/abort_requests", json={"request_ids": names})).json() == {"aborted": 2}
                 assert {c["finish_reason"] for c in (await task).json()["choices"]} == {"abort"}
             assert (await client.post("/abort_requests", json={"request_ids": ["no"]})).json() == {"aborted": 0}
+            for wrong in ({"request_id": "no"}, {"": 1}):  # which would end all requests
+                assert (await client.post("/abort_requests", json=wrong)).status_code == 400
 
     run(go())
 

@@ -10,6 +10,7 @@ from tests.served import in_process, strict
 from tinyserve.server import responses_store
 from tinyserve.server.app import create_app
 from tinyserve.server.blocks import CALL, TEXT, THOUGHT, Blocks, Part
+from tinyserve.server.errors import Failure
 from tinyserve.server.responses_writer import ResponseWriter, Shape
 
 from .conftest import FakeEngine, client_of, numbered_events, refused, service_of
@@ -293,6 +294,18 @@ def test_a_failure_in_a_stream(run):
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["code"] == "server_error"
     assert "NaN" in refused(run(post({"stream": True}, FakeEngine(fail_at=0))), 500)
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(Failure(400, "wrong form"), "invalid_prompt"), (Failure(503, "later"), "rate_limit_exceeded"),
+     (Failure(500, "oh"), "server_error")],
+)  # fmt: skip
+def test_a_failure_says_whose_fault_it_is(failure, code):
+    """A form that cannot be compiled was a server_error, for which programs ask again and again."""
+    writer = ResponseWriter({}, Shape(tokenizer=None, prompt_tokens=1))
+    writer.failed(failure)
+    assert writer.snapshot()["error"] == {"code": code, "message": failure.message}
 
 
 def test_a_conversation_that_is_too_long(run):

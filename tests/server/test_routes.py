@@ -38,6 +38,22 @@ def test_an_unknown_model_is_a_404_that_names_the_known_ones(run, url):
     assert strict(response.text)["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [("/v1/rerank", "reranking is not built yet"), ("/v1/audio/transcriptions", "audio is not built yet"),
+     ("/v1/chat/completion", "nearest one is /v1/chat/comp"), ("/nothing/like/it", "no route /nothing/like/it.")],
+)  # fmt: skip
+def test_a_route_that_is_not_there_is_told_with_what_is(run, url, told):
+    assert told in refused(run(call("POST", url, json={})), 404)
+
+
+def test_a_form_of_curl_is_told_with_the_cure(run):
+    """Its type was elided in the middle: 'application/...rm-urlencoded'."""
+    kind = "application/x-www-form-urlencoded"
+    told = refused(run(call("POST", CHAT, content=b"{}", headers={"content-type": kind})), 400)
+    assert kind in told and "-H 'Content-Type: application/json'" in told
+
+
 def test_an_unknown_card_is_a_404(run):
     refused(run(call("GET", "/v1/models/no/such")), 404, "model")
 

@@ -69,8 +69,7 @@ class Background:
         if self._loop.is_closed() or self.forked:
             return
         engine, self.engine = self.engine, None
-        if engine is not None:
-            self.run(_last(engine))
+        self.run(_last(engine))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -88,9 +87,11 @@ class Background:
         return os.getpid() != self._process
 
 
-async def _last(engine: Engine) -> None:
-    """Close the engine, then end calls of other threads that wait for something else of it: for their turn, say."""
-    await engine.close()
+async def _last(engine: Engine | None) -> None:
+    """Close the engine, then end calls of other threads that wait for something else of it: for their turn, say; or
+    its start, which was interrupted."""
+    if engine is not None:
+        await engine.close()
     rest = asyncio.all_tasks() - {asyncio.current_task()}
     for task in rest:
         task.cancel()

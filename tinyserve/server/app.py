@@ -12,6 +12,7 @@ Before: the protocol files.  After: serve.py, which puts the app behind a socket
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import hmac
 import time
@@ -56,6 +57,10 @@ OPEN |= {
     "/dashboard",
 }  # browsers cannot send one there; they tell nothing of this server's model
 ANY_HOST = {"/health", "/ping"}  # probes of a cluster ask by address
+_NOT_YET = {
+    "rerank": "reranking", "score": "reranking", "audio": "audio", "images": "making images", "pooling": "pooling",
+    "classify": "classification", "realtime": "the realtime API",
+}  # fmt: skip
 _ANSWERED = ("/v1", "/v2", "/inference")  # what counts as load
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _UNCOUNTED = {"/metrics", "/dashboard/state", "/health", "/load", "/ping", "/version"}
@@ -332,8 +337,17 @@ def _path(scope: Any) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
+def _instead(path: str) -> str:
+    """What is said beside a path that nothing has: what is not built yet, or the one that was meant."""
+    steps = path.strip("/").split("/")
+    if what := next((what for word, what in _NOT_YET.items() if word in steps), ""):
+        return f": {what} is not built yet"
+    close = difflib.get_close_matches(path[:64], {path for _, path, _ in ROUTES}, n=1, cutoff=0.8)
+    return f"; the nearest one is {close[0]}" if close else ""
+
+
 def _of_router(error: HTTPException, scope: Any) -> Failure:
     path, method = scope["path"][:200], scope["method"][:200]
-    texts = {404: f"There is no route {path}.", 405: f"{path} does not take {method}."}
+    texts = {404: f"There is no route {path}{_instead(path)}.", 405: f"{path} does not take {method}."}
     message = texts.get(error.status_code, str(error.detail))
     return Failure(error.status_code, message, headers=error.headers or {})

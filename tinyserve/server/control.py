@@ -98,6 +98,8 @@ async def abort_requests(request: Request, service: Service) -> Response:
     """End requests by their ids; their readers get what there is, with finish_reason `abort`."""
     engine = allowed(request, service)
     fields = await read_body(request, service.config.server, ABORT)
+    if unknown := sorted(fields.values.keys() - {"request_ids"}):  # without ids, all requests are meant
+        fields.refuse(unknown[0], "is no field of this route, which has request_ids.")
     names = set(fields.items("request_ids", str) or [])
     aborted = engine.abort(lambda name: name in names or _whole(name) in names) if names else engine.abort(None)
     return _json({"aborted": aborted})

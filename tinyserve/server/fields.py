@@ -93,7 +93,9 @@ def _check_media_type(headers: Mapping[bytes, bytes]) -> None:
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     # A browser sends other types to foreign sites without asking them first, so those are refused.
     if kind != b"application/json" and (kind or b"origin" in headers):
-        raise RequestError(f"Content-Type must be application/json, got {shown(kind.decode('latin-1') or 'none')}.")
+        told = repr(kind[:64].decode("latin-1")) if kind else "none"
+        cure = "; with curl, -H 'Content-Type: application/json'"
+        raise RequestError(f"Content-Type must be application/json, got {told}{cure}.")
     coding = headers.get(b"content-encoding", b"identity").strip().lower()
     if coding not in (b"", b"identity"):
         told = shown(coding.decode("latin-1"))

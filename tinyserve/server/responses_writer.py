@@ -24,6 +24,7 @@ from .errors import Failure
 from .logprobs import chat_logprobs
 
 _PREFIX = {TEXT: "msg_", THOUGHT: "rs_", CALL: "fc_"}
+_CODES = {503: "rate_limit_exceeded"}  # by which a client tells whether to ask again, and when
 _STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
 
 
@@ -133,7 +134,8 @@ class ResponseWriter:
     def failed(self, failure: Failure) -> bytes:
         """The response has failed."""
         self.status = "failed"
-        self._error = {"code": "server_error", "message": failure.message}
+        code = _CODES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_prompt")
+        self._error = {"code": code, "message": failure.message}
         self._shape.ended()
         return self._told("response.failed")
 
