@@ -41,9 +41,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from attrs import frozen
@@ -55,6 +54,7 @@ from ..structured import Constraint
 from .asked import Asked
 from .numbers import Wrong
 from .sayings import MAX_ALTERNATIVES
+from .stacks import with_stack
 
 MEMORY_BYTES = 256 * 2**20  # that one grammar may take
 START_SECONDS = 30.0  # for a new child, on a busy machine
@@ -71,8 +71,6 @@ BOUNDS = {
     "max_grammar_size": 500_000,
     "max_items_in_row": MAX_ALTERNATIVES,
 }
-_STARTING = threading.Lock()  # the size of stacks is the process's: one at a time changes it, and changes it back
-T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _READY = b"!"
 _FORKS = hasattr(os, "fork")
@@ -107,27 +105,6 @@ class Verdict:
 def compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
     """A grammar's text, compiled within the library's own bounds; it holds what is wrong itself."""
     return LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**BOUNDS))
-
-
-def with_stack(size: int, work: Callable[[], T]) -> T:
-    """Have work done in a thread with a stack of so many bytes, and wait for it."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="tinyserve-deep", daemon=True)
-    with _STARTING:
-        before = threading.stack_size(size)  # of all threads that start now
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    return done.result()
 
 
 class Trial:
