@@ -271,3 +271,21 @@ def test_an_llm_that_refused_a_grammar_is_given_back(tiny):
     assert gone() is None
     thread.join(30)
     assert not thread.is_alive() and trial._child is None
+
+
+def test_the_forms_of_one_call_wait_for_one_another(tiny, monkeypatch):
+    """More than may wait in a server, 3 here, failed the whole call: nobody can retry inside it."""
+    monkeypatch.setattr(line, "MOST", 3)
+    texts = [f"w{number}" for number in range(12)]
+    forms = [SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(choice=[text])) for text in texts]
+    with LLM(str(tiny), device="cpu", block_size=16, num_gpu_blocks_override=20, max_num_seqs=2) as llm:
+        answers = llm.generate(["a"] * len(forms), forms, use_tqdm=False)
+    assert [answer.outputs[0].text for answer in answers] == texts
+
+
+@pytest.mark.anyio
+async def test_a_burst_of_ordinary_grammars_is_answered(tok):
+    """300 clients at once, each with a form of its own: 44 were told to come back."""
+    async with serving(ScriptModel([97] * 8), tok) as server:
+        found = await asyncio.gather(*(server.ask(TEXT, regex(f"b{number}")) for number in range(300)))
+    assert [reply.text for reply in found] == [f"b{number}" for number in range(300)]

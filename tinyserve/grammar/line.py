@@ -24,7 +24,7 @@ from ..errors import Overloaded, RequestError, retold
 from ..structured import Constraint as Wanted
 from .trial import RETRY_SECONDS
 
-MOST, MOST_CHARACTERS = 256, 2**24  # grammars that may wait, and of their texts together
+MOST, MOST_CHARACTERS = 1024, 2**24  # grammars that may wait, and of their texts together
 WAIT_SECONDS = 20.0  # a request waits no longer for its grammar
 KEPT_SECONDS = 15.0  # after that a grammar whose requests were told to retry has lost its place
 
