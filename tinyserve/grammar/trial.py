@@ -52,6 +52,7 @@ from ..config import environment_to_start
 from ..errors import Overloaded
 from ..structured import Constraint
 from .asked import Asked
+from .deep import with_stack
 from .numbers import Wrong
 from .sayings import MAX_ALTERNATIVES
 from .stacks import with_stack
@@ -75,6 +76,8 @@ _LENGTH = struct.Struct("<Q")
 _READY = b"!"
 _FORKS = hasattr(os, "fork")
 GROWN = 2  # status of a twin that holds too much memory
+# That who answers may hold for the next grammar, whose size is told too small where it finds room: twins cost little.
+KEPT_BYTES = 4 * 2**20 if _FORKS else MEMORY_BYTES // 4
 _log = logging.getLogger(__name__)
 _CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tinyserve.grammar.trial import child; child()"
 
@@ -296,7 +299,7 @@ def _answer(tokens: LLTokenizer, special: Mapping[str, int], usual: int, busy: m
         _alarm(seconds)
         verdict = _tried(tokens, special, key)
         _alarm(0)
-        small = _memory() - usual < MEMORY_BYTES // 4
+        small = _memory() - usual < KEPT_BYTES
         busy[0] = 0
         _say([*verdict, small or _FORKS])
         if not small:
