@@ -1,16 +1,21 @@
 """The document and the page: valid, complete, true to what the routes do, and usable without a network."""
 
+import html
 import re
 from pathlib import Path
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
 from tinyserve import config
+from tinyserve.grammar.asked import Asked
 from tinyserve.server import anthropic, bodies, generate, responses_items
 from tinyserve.server.app import ROUTES
 from tinyserve.server.fields import Fields
+from tinyserve.server.openapi import REFUSALS
 from tinyserve.server.schema import Param, either, inside, integer, listed, sampled, text
+from tinyserve.structured import StructuredOutputsParams
 
 from .conftest import FakeEngine, client_of, refused, strict
 
@@ -185,6 +190,77 @@ def test_the_page_needs_nothing_from_elsewhere_and_shows_all(run):
         assert env == flag.env and kind and all(choice in kind for choice in flag.choices)
     for name in bodies.CHAT.params:
         assert f"<code>{name}</code>" in page
+
+
+STREAMS = {
+    "/v1/chat/completions": {
+        **HI,
+        "logprobs": True,
+        "return_progress": True,
+        "stream_options": {"include_usage": True},
+    },
+    "/v1/completions": {"prompt": "x", "logprobs": 1, "stream_options": {"include_usage": True}},
+    "/inference/v1/generate": {"token_ids": [97], "sampling_params": {}, "stream_options": {"include_usage": True}},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {**HI, "max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("url", STREAMS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_page_tells_every_event_of_a_stream_and_what_is_in_it(run, document, url, fails):
+    """It said "text/event-stream: string" of all five."""
+    engine = FakeEngine()
+    engine.fail_at = 1 if fails else None
+    lines = run(call("POST", url, engine, json={**STREAMS[url], "stream": True})).text.splitlines()
+    told = document["paths"][url]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]["description"]
+    names = {line.removeprefix("event: ") for line in lines if line.startswith("event: ")}
+    events = [strict(line[6:]) for line in lines if line.startswith("data: {")]
+    members = {name for event in events for name in event} | {
+        name for event in events for choice in event.get("choices", ()) for name in choice
+    }
+
+    assert len(events) > 1 and (not fails or any("rror" in line for line in lines[-4:]))
+    assert {name for name in names | members - {"system_fingerprint", "prompt_token_ids"} if name not in told} == set()
+    page = run(call("GET", "/docs")).text
+    assert told.splitlines()[-1] in html.unescape(page)
+
+
+def test_the_page_tells_what_refusals_mean_and_how_they_look(run):
+    """Statuses were bare numbers; Retry-After, and the docstrings' "Raises", were not for readers of this page."""
+    page = run(call("GET", "/docs")).text
+    text = html.unescape(page)
+
+    for status, meaning in REFUSALS.items():
+        assert f"<tr><td><code>{status}</code><td>{meaning[:20]}" in text
+    for sent in (b"", b'{"messages": 1}'):
+        for url in ("/v1/chat/completions", "/v1/messages"):
+            error = strict(run(call("POST", url, content=sent, headers={"content-type": "application/json"})).text)
+            assert all(f'"{name}"' in text.split("id=refusals")[1] for name in {*error, *error["error"]})
+    assert "Retry-After" in page and "Raises:" not in page and "EngineDead" not in page
+
+
+def test_the_page_lists_pages_parsers_limits_and_the_syntax_of_grammars(run):
+    text = html.unescape(run(call("GET", "/docs")).text)
+
+    for path in ("/", "/dashboard", "/docs", "/openapi.json"):
+        assert f"<code>GET {path}</code></a>" in text
+    for name in ("hermes", "pythonic", "deepseek_r1"):
+        assert name in text.split("--tool-call-parser")[1].split("--enable-auto-tool-choice")[0]
+    assert "list of string, at most 64" in text and "list of string, at most 128" in text
+    assert all(word in text for word in ("Lark", "GBNF", "triggered_tags", '"triggers"'))
+
+
+def test_grammars_and_tags_of_the_page_are_such():
+    """Whoever pastes them gets what the page promises."""
+    help = bodies.STRUCTURED.help
+    grammars = re.findall(r"`(start: .*?|root ::= .*?)`", help)
+    tag = strict(re.search(r"`({.structures.*?})`", help)[1].replace("SCHEMA", '{"type": "object"}'))
+
+    assert len(grammars) == 2
+    for kind, value in (*(("grammar", one) for one in grammars), ("structural_tag", tag)):
+        asked = Asked(StructuredOutputsParams(**{kind: value}).constraint(), {})
+        assert LLMatcher.validate_grammar(asked.text) == "", kind
 
 
 def test_the_page_names_every_metric_as_it_is_scraped(run):

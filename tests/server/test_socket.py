@@ -344,7 +344,7 @@ def test_a_port_in_use_is_said_so():
     bound.listen()
     taken = service_of(None, port=bound.getsockname()[1])
 
-    with pytest.raises(ConfigError, match="cannot listen on 127.* another --port; 0 takes a free one"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 127.* another --port; 0 takes a free one"):
         open_socket(taken.config.server)
     bound.close()
 

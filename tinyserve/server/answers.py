@@ -147,3 +147,63 @@ ERROR = record(
     error=record(message="string", type="string", param=of("string?", "Dotted path of the field at fault."),
                  code={"type": ["string", "integer", "null"]})
 )  # fmt: skip
+
+# ---- streams: a line for each kind of event, in the order in which they come; ... stands for what the whole answer has
+
+_LAST = """
+data: {..., "choices": [], "usage": {...}}                            with stream_options.include_usage
+data: {"error": {...}}                                                in place of the rest: it failed
+data: [DONE]"""
+CHAT_EVENTS = (
+    """\
+data: {"id", "object": "chat.completion.chunk", "created", "model", "choices": [CHOICE], ...}, where CHOICE is
+  {"index", "delta": {"role": "assistant", "content": ""}}            once for each answer
+  {"index", "delta": {"reasoning": TEXT}}                             a piece of the thought
+  {"index", "delta": {"content": TEXT}, "logprobs"}                   a piece of the answer
+  {"index", "delta": {"tool_calls": [CALL]}}                          a piece of a call, where CALL is
+    {"index", "id", "type": "function", "function": {"name", "arguments": ""}}  once
+    {"index", "function": {"arguments": TEXT}}
+  {"index", "delta", "finish_reason", "stop_reason"}                  the last one of an answer; null before
+data: {..., "choices": [], "prompt_progress": {"total", "cache", "processed", "time_ms"}}  with return_progress"""
+    + _LAST
+)
+COMPLETION_EVENTS = (
+    """\
+data: {"id", "object": "text_completion", "created", "model", "choices": [CHOICE], ...}, where CHOICE is
+  {"index", "text": TEXT, "logprobs", "finish_reason": null}          a piece of the answer
+  {"index", "text", "finish_reason", "stop_reason"}                   the last one of an answer"""
+    + _LAST
+)
+GENERATED_EVENTS = (
+    """\
+data: {"request_id", "choices": [CHOICE]}, where CHOICE is
+  {"index", "token_ids": [...], "logprobs", "finish_reason": null, "stop_reason"}
+  {"index", "token_ids", "finish_reason"}                             the last one of an answer"""
+    + _LAST
+)
+RESPONSE_EVENTS = """\
+event: and data: {"type": the same name, "sequence_number", ...}
+  response.created, response.in_progress                  response
+  response.output_item.added                              output_index, item
+    response.content_part.added                           item_id, output_index, content_index, part
+    response.output_text.delta                            item_id, output_index, content_index, delta, logprobs
+    response.reasoning_text.delta                         item_id, output_index, content_index, delta
+    response.function_call_arguments.delta                item_id, output_index, delta
+    response.output_text.done                             text, logprobs
+    response.reasoning_text.done                          text
+    response.function_call_arguments.done                 arguments
+    response.content_part.done                            part
+  response.output_item.done                               output_index, item
+  response.completed, response.incomplete, response.failed    the last: response, whose status tells more
+There is no [DONE]."""
+MESSAGE_EVENTS = """\
+event: and data: {"type": the same name, ...}
+  message_start                 message, without content
+  content_block_start           index, content_block: of type text, thinking or tool_use
+    content_block_delta         index, delta: {"type": "text_delta", "text"},
+                                {"type": "thinking_delta", "thinking"} or {"type": "input_json_delta", "partial_json"}
+  content_block_stop            index
+  message_delta                 delta: {"stop_reason", "stop_sequence"}, usage
+  message_stop
+  error                         error: {"type", "message"}, in place of the rest: it failed
+There is no [DONE]."""

@@ -93,7 +93,13 @@ BODY = Body("MessageRequest", [
 COUNT = Body("CountTokensRequest", _CONVERSATION)
 
 
-@facts("Messages", "Answer a conversation, Anthropic's way", body=BODY, answer=answers.MESSAGE, stream=True)
+@facts(
+    "Messages",
+    "Answer a conversation, Anthropic's way",
+    body=BODY,
+    answer=answers.MESSAGE,
+    stream=answers.MESSAGE_EVENTS,
+)
 async def messages(request: Request, service: Service) -> Generation:
     """The next message of a conversation; with a last message of the assistant, the rest of that.
 

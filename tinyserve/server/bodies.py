@@ -8,8 +8,9 @@ Before: schema.py (how a field is declared).  After: openai_chat.py, openai_comp
 
 from __future__ import annotations
 
-from ..checks import MAX_TEXT_TOKENS
+from ..checks import MAX_TEXT_TOKENS, MAX_TEXTS
 from ..errors import COUNTED_CONTEXTS
+from ..request import MAX_STOP_STRINGS
 from .schema import (
     Body,
     Param,
@@ -45,12 +46,20 @@ PENALTIES = [
     sampled("frequency_penalty", "Subtracted for each time that a token is in the answer."),
     sampled("seed", "Makes the draw repeatable; answer i of n uses seed + i. -1: none."),
 ]
-STRUCTURED = Param("structured_outputs", mapping(), "The form that the answer must have: one of json, json_object, "
-                   "regex, choice, grammar, structural_tag.")  # fmt: skip
+STRUCTURED = Param(
+    "structured_outputs", mapping(),
+    'The form that the answer must have, one of: `{"json": SCHEMA}`, `{"json_object": true}`, `{"regex": "[0-9]+"}`, '
+    '`{"choice": ["yes", "no"]}`, `{"grammar": TEXT}` in the syntax of Lark (`start: "yes" | "no"`) or GBNF and EBNF '
+    '(`root ::= "yes" | "no"`), `{"structural_tag": TAG}`. TAG is free text with constrained parts: `{"structures": '
+    '[{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}`, or `{"format": FORMAT}` of a type '
+    "among const_string, json_schema, regex, any_text, sequence, or, optional, tag, triggered_tags and "
+    "tags_with_separator. With them: disable_any_whitespace, whitespace_pattern, disable_additional_properties, "
+    "enable_in_reasoning.",
+)  # fmt: skip
 SAMPLING = [
     sampled("n", "Answers for each prompt. With use_beam_search: the beam width."),
     *PENALTIES,
-    Param("stop", either(text(), listed(text()), expected="a string or a list of strings"),
+    Param("stop", either(text(), listed(text(), most=MAX_STOP_STRINGS), expected="a string or a list of strings"),
           "Texts that end the answer; they are not part of it."),
     Param("stop_token_ids", tokens(), "Ids that end the answer."),
     Param("include_stop_str_in_output", flag(), "Show the stop string as well.", False),
@@ -65,7 +74,7 @@ SAMPLING = [
             "-1: all. Not when streaming."),
     Param("logprob_token_ids", tokens(), "Ids whose log-probability is reported at each token; needs logprobs."),
     Param("allowed_token_ids", tokens(), "The only ids that may be generated."),
-    Param("bad_words", either(text(), listed(text()), expected="a string or a list of strings"),
+    Param("bad_words", either(text(), listed(text(), most=MAX_TEXTS), expected="a string or a list of strings"),
           "Words that the answer must not contain."),
     Param("logit_bias", mapping(), "Token id -> -100..100, added to its logit."),
     Param("use_beam_search", flag(), "Find the n most likely answers instead of drawing; not when streaming.", False),
@@ -145,8 +154,8 @@ TOOLS = [
 CHAT = Body("ChatRequest", [
     MODEL,
     MESSAGES,
-    Param("max_completion_tokens", integer(), "Most tokens of an answer, the end token included; default: the rest "
-          "of the context."),
+    Param("max_completion_tokens", integer(), "Most tokens of an answer, the end token included; default, and "
+          "where more is asked: the rest of the context."),
     Param("max_tokens", integer(), "The older name of max_completion_tokens."),
     Param("logprobs", flag(), "Report the log-probability of each token.", False),
     Param("top_logprobs", integer(), "And of so many alternatives; -1: all.", 0),
@@ -177,7 +186,8 @@ PROMPTS = documented(
 COMPLETION = Body("CompletionRequest", [
     MODEL,
     Param("prompt", PROMPTS, "One prompt or up to 1024; texts or token ids."),
-    Param("max_tokens", integer(), "Most tokens of an answer. 0 computes the prompt only.", 16),
+    Param("max_tokens", integer(), "Most tokens of an answer, at most the rest of the context if more is asked. "
+          "0 computes the prompt only.", 16),
     Param("logprobs", integer(), "Report log-probabilities, with so many alternatives; -1: all."),
     Param("echo", flag(), "Begin each answer with its prompt; with logprobs, those of the prompt come too.", False),
     Param("suffix", text(), "Refused unless empty: the model cannot fill in between two texts."),

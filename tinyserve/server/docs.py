@@ -22,9 +22,11 @@ from ..config import flags
 from ..engine.adapters import METRIC
 from ..options import Flag
 from ..telemetry import described
+from ..text.parsers.registry import known_parsers
 from .face import Service
-from .openapi import document
+from .openapi import PAGES, REFUSALS, document
 
+EVENTS = "text/event-stream"
 _HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --code: #8882; --dim: #767676; --link: #0b62c4; }
@@ -71,18 +73,42 @@ def page(found: Mapping[str, Any]) -> str:
     schemas = found["components"]["schemas"]
     parts = [f"<h1>tinyserve <small class=dim>{escape(found['info']['version'])}</small></h1>"]
     parts += [f"<p>{_inline(piece)}</p>" for piece in found["info"]["description"].split("\n\n")]
-    parts.append("<p>For programs: <a href=openapi.json>openapi.json</a>.</p>")
+    parts.append(_pages(found["info"]["title"]))
     links = [f"<li><a href='#{_anchor(p, m)}'><code>{m.upper()} {escape(p)}</code></a>" for p, m, _ in operations]
-    parts.append(f"<nav aria-label=Contents><ul>{''.join(links)}<li><a href=#options>Options</a>")
-    parts.append("<li><a href=#metrics>Metrics</a></ul></nav>")
+    links += [f"<li><a href=#{name.lower()}>{name}</a>" for name in ("Refusals", "Options", "Metrics")]
+    parts.append(f"<nav aria-label=Contents><ul>{''.join(links)}</ul></nav>")
     for tag in tags:
         parts.append(f"<h2>{escape(tag)}</h2>")
         parts += [_operation(p, m, told, schemas) for p, m, told in operations if told["tags"][0] == tag]
+    parts.append(_refusals())
     parts.append(_options(flags()))
     parts.append(_metrics())
     title = "<!doctype html><html lang=en><meta charset=utf-8><title>tinyserve: reference</title>"
     view = "<meta name=viewport content='width=device-width, initial-scale=1'>"
     return f"{title}{view}<style>{_STYLE}</style><main>{''.join(parts)}</main></html>"
+
+
+def _pages(title: str) -> str:
+    """Routes that are for browsers, with links to them: relative ones, as a proxy may show the server below a path."""
+    rows = [
+        f"<li><a href='{path.removeprefix('/') or './'}'><code>GET {path}</code></a> {escape(told)}"
+        for path, told in PAGES.items()
+    ]
+    return f"<p>Pages of {escape(title)}:</p><ul>{''.join(rows)}</ul>"
+
+
+def _refusals() -> str:
+    """What a status means, and how its body looks."""
+    shapes = (
+        '{"error": {"message": TEXT, "type": TEXT, "param": the field at fault or null, "code": status or word}}\n'
+        '{"type": "error", "error": {"type": TEXT, "message": TEXT}}      below /v1/messages'
+    )
+    text = (
+        "<p>The body of a refusal is JSON. A 503 has the header <code>Retry-After</code>, unless the engine is dead: "
+        "after so many seconds the same may be sent again.</p>"
+    )
+    rows = [(str(status), meaning) for status, meaning in REFUSALS.items()]
+    return f"<h2 id=refusals>Refusals</h2>{text}<pre>{escape(shapes)}</pre>{_table(('status', ''), rows)}"
 
 
 def _operation(path: str, method: str, told: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
@@ -96,12 +122,12 @@ def _operation(path: str, method: str, told: Mapping[str, Any], schemas: Mapping
         name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         parts.append(_table(("field", "type", ""), _fields(schemas[name])))
     for media, content in told["responses"]["200"].get("content", {}).items():
-        shape = _shape(content["schema"])
+        shape = content["schema"].get("description", "") if media == EVENTS else _shape(content["schema"])
         parts.append(
             f"<details><summary>200 <code>{escape(media)}</code></summary><pre>{escape(shape)}</pre></details>"
         )
     refusals = ", ".join(status for status in told["responses"] if status != "200")
-    return "".join(parts) + f"<p class=dim>Refusals: {refusals}.</p>"
+    return "".join(parts) + f"<p class=dim><a href=#refusals>Refusals</a>: {refusals}.</p>"
 
 
 def _fields(schema: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str, str]]:
@@ -128,7 +154,8 @@ def _type(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(map(str, (value for value in schema["enum"] if value is not None))) or "null"
     if kind == "array":
-        return f"list of {_type(schema.get('items', {}))}"
+        most = f", at most {schema['maxItems']}" if "maxItems" in schema else ""
+        return f"list of {_type(schema.get('items', {}))}{most}"
     low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
     if low is None and high is None:
         return kind
@@ -157,10 +184,11 @@ def _shape(schema: Mapping[str, Any], indent: str = "") -> str:
 
 
 def _options(known: Iterable[Flag]) -> str:
-    rows = []
+    rows, parsers = [], known_parsers()
     for flag in known:
         default = "" if flag.default in (None, "", (), {}) else f" Default: {flag.default}."
-        rows.append((flag.cli, _kind(flag), flag.env, flag.help + default))
+        names = f" Names: {', '.join(parsers[flag.name])}." if flag.name in parsers else ""
+        rows.append((flag.cli, _kind(flag), flag.env, flag.help + names + default))
     text = (
         "<p>Each option is also a key of the YAML file that <code>--config</code> names. One that is true or false is "
         "turned off by <code>--no-</code> before its name; a list takes several words, or one with commas.</p>"

@@ -60,7 +60,7 @@ class Shape:
     text: bool
 
 
-@facts("Token ids", "Token ids in and out", body=BODY, answer=answers.GENERATED, stream=True)
+@facts("Token ids", "Token ids in and out", body=BODY, answer=answers.GENERATED, stream=answers.GENERATED_EVENTS)
 async def generate(request: Request, service: Service) -> Generation:
     """Continue a prompt of token ids.
 

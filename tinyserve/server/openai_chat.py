@@ -69,7 +69,7 @@ class Shape:
         return self.token_ids and not self.hidden
 
 
-@facts("Chat", "Answer a conversation", body=CHAT, answer=answers.CHAT, stream=True)
+@facts("Chat", "Answer a conversation", body=CHAT, answer=answers.CHAT, stream=answers.CHAT_EVENTS)
 async def chat_completions(request: Request, service: Service) -> Generation:
     """The model's next message in a conversation, or several with n.
 

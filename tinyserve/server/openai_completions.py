@@ -49,7 +49,7 @@ class Shape:
     fingerprint: str | None = None
 
 
-@facts("Completions", "Continue texts", body=COMPLETION, answer=answers.COMPLETION, stream=True)
+@facts("Completions", "Continue texts", body=COMPLETION, answer=answers.COMPLETION, stream=answers.COMPLETION_EVENTS)
 async def completions(request: Request, service: Service) -> Generation:
     """What the model writes after raw prompts: no chat template.
 

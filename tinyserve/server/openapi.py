@@ -29,6 +29,12 @@ REFUSALS = {
     500: "A request that was right could not be answered.",
     503: "Loading, shutting down, paused, or too much waits; Retry-After says when to come back.",
 }
+PAGES = {
+    "/": "A page to chat on.",
+    "/dashboard": "The running batch, the cache's blocks and the steps, live.",
+    "/docs": "This page.",
+    "/openapi.json": "The same facts for programs, as an OpenAPI document.",
+}
 _ALWAYS = (401, 403, 417, 431, 500, 503)
 _OF_BODIES = (400, 404, 408, 413)
 INTRODUCTION = """\
@@ -75,7 +81,7 @@ def _operation(method: str, path: str, handler: Any, told: Facts) -> dict[str, A
         "operationId": method.lower() + re.sub(r"\W+", "_", path),
         "tags": [told.tag],
         "summary": told.title,
-        "description": cleandoc(handler.__doc__ or "").partition(" Raises:")[0].strip(),
+        "description": re.split(r"\s+Raises:", cleandoc(handler.__doc__ or ""))[0].strip(),
         "responses": {"200": _answer(told)} | {str(status): _refusal(status, path) for status in statuses},
     }
     if told.body is not None:
@@ -92,7 +98,7 @@ def _answer(told: Facts) -> dict[str, Any]:
     if told.answer is not None:
         answer["content"] = {told.media: {"schema": told.answer}}
     if told.stream:
-        events = {"schema": {"type": "string", "description": "With stream: true."}}
+        events = {"schema": {"type": "string", "description": f"With stream: true.\n\n{told.stream}"}}
         answer.setdefault("content", {})["text/event-stream"] = events
     return answer
 

@@ -50,7 +50,7 @@ _ORDER = Param("order", choice("asc", "desc"), "desc: the newest first.", "desc"
 _LISTED = [_LIMIT, _ORDER, Param("after", text(), "Go on behind the item with this id, in the same order."), _INCLUDE]
 
 
-@facts("Responses", "Make a response", body=BODY, answer=answers.RESPONSE, stream=True)
+@facts("Responses", "Make a response", body=BODY, answer=answers.RESPONSE, stream=answers.RESPONSE_EVENTS)
 async def create(request: Request, service: Service) -> Any:
     """The model's answer to a list of items; may be kept, and made in the background.
 
@@ -123,8 +123,8 @@ def _started(service: Service, writer: ResponseWriter, outputs: Any, *, keep_eve
     return Run(writer, outputs, ended, keep_events=keep_events)
 
 
-@facts("Responses", "Look at a response", answer=answers.RESPONSE, stream=True, query=_FOLLOW, path=_ID,
-       refusals=(400, 404))  # fmt: skip
+@facts("Responses", "Look at a response", answer=answers.RESPONSE, stream=answers.RESPONSE_EVENTS,
+       query=_FOLLOW, path=_ID, refusals=(400, 404))  # fmt: skip
 async def retrieve(request: Request, service: Service) -> Any:
     """A kept response as it is now, or with stream=true its events from one on."""
     kept = service.responses.get(request.path_params["response_id"])

@@ -265,7 +265,7 @@ class Facts:
     Args:
         tag: heading that it stands under.   title: a short name of the operation.
         body: of a POST.   answer: JSON Schema of the 200; None: an empty body.   media: its media type.
-        stream: it also answers with server-sent events.   query, path: parameters that are no body.
+        stream: the events, in words, if it also answers with such.   query, path: parameters that are no body.
         refusals: statuses that it may answer with, beside those of the transport.
     """
 
@@ -274,7 +274,7 @@ class Facts:
     body: Body | None = None
     answer: Mapping[str, Any] | None = None
     media: str = "application/json"
-    stream: bool = False
+    stream: str = ""
     query: Sequence[Param] = ()
     path: Sequence[Param] = ()
     refusals: Sequence[int] = ()

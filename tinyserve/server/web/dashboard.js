@@ -7,6 +7,7 @@ const $ = (id) => document.getElementById(id);
 const INTERVAL = 1000;
 const COLOURS = { decode: "#3b82f6", prompt: "#f59e0b", free: "#94a3b833", found: "#84cc16aa", used: "#3b82f6", shared: "#a855f7" };
 const OF_BLOCK = ["free", "found", "used", "shared"];
+const WORDS = ["are free", "are free with a cached prefix", "are used", "are shared"];
 
 let paused = false;
 
@@ -107,9 +108,9 @@ function drawBlocks({ map, stride, count, size }) {
   }
   const counts = [0, 0, 0, 0];
   for (const digit of map) counts[digit] += 1;
-  const words = OF_BLOCK.map((name, kind) => `${counts[kind]} ${name}`).join(", ");
-  const every = stride > 1 ? `; every ${stride}th of ${count} is shown` : "";
-  $("blocks-text").textContent = `${words}${every}. ${size} tokens a block.`;
+  const words = WORDS.map((name, kind) => `${counts[kind]} ${name}`).join(", ");
+  const part = stride > 1 ? `One in ${stride} of ${count} blocks is shown; of these ` : `Of ${count} blocks `;
+  $("blocks-text").textContent = `${part}${words}. ${size} tokens a block.`;
 }
 
 function requests({ sequences, running, waiting }) {
@@ -126,7 +127,7 @@ function requests({ sequences, running, waiting }) {
 $("pause").onclick = () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));
-  $("pause").textContent = paused ? "Go on" : "Pause";
+  $("pause").textContent = paused ? "Go on" : "Freeze view";
 };
 $("trace").onclick = async () => {
   const blob = await (await fetched("dashboard/trace")).blob();

@@ -201,11 +201,23 @@ def _named(name: str, option: str, names: Callable[[Family], tuple[str, ...]]) -
             return family
     if ":" in name:
         return _imported(name, option)
-    known = sorted(each for family in FAMILIES for each in names(family))
+    known = _known(names)
     hint = f" Did you mean {close}?" if (close := nearest(name, known)) else ""
     raise ConfigError(
         f"{option} {name}: no such parser.{hint} Known are {', '.join(known)}; or give module:NAME of a Family."
     )
+
+
+def _known(names: Callable[[Family], tuple[str, ...]]) -> list[str]:
+    return sorted({each for family in FAMILIES for each in names(family)})
+
+
+def known_parsers() -> dict[str, list[str]]:
+    """The names that each of the two options takes."""
+    return {
+        "tool_call_parser": _known(lambda family: family.tools),
+        "reasoning_parser": _known(lambda family: family.reasoning),
+    }
 
 
 def _imported(path: str, option: str) -> Family:
