@@ -314,7 +314,6 @@ def test_the_dashboard_shows_a_live_batch(tmp_path):
 
         assert "cmpl-<b>x</b>" in browser.text("#requests td") and "and 3 more" in browser.text("#more")
         assert "25.0 %" in browser.text("#numbers") and browser.run(painted) == [True, True]
-        assert "Of 100 blocks 50 are free, 50 are free with a cached" in browser.text(
-            "#blocks-text"
-        ) and "median 50.0 ms" in browser.text("#steps-text")
+        assert "Of 200 blocks 50 are free, 50 are free with a cached prefix" in browser.text("#blocks-text")
+        assert "median 50.0 ms" in browser.text("#steps-text")
         assert browser.errors == []
