@@ -1,12 +1,13 @@
 """What a grammar costs: 64 sequences that are all held to a JSON schema, beside the same without, on one device.
 
-    python bench/structured.py --model FOLDER [--batch 64] [--out 256] [--device cuda]
+    python bench/structured.py --model FOLDER [--batch 64] [--out 256] [--device cuda] [--workers 8]
 
 FOLDER holds a config.json; weights are random numbers. The vocabulary is made up: bytes, and random words up to the
 model's size, so that a mask has the real number of bits. The schemas never end, so all runs give equally many tokens:
 records of an enum, a number and a flag; the same with a text, which noise hardly ever ends; and with a text of at most
 20 letters, near whose end the library looks at the whole vocabulary, which takes milliseconds. The process is set as
-the server sets its own. Prints a line for each: tokens a second, the ratio to none, and what masks take of the host.
+the server sets its own. Prints a line for each: tokens a second, the ratio to none, what masks take of the loop, those
+that it waits for included, and what one takes of a worker.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from tinyserve.config import CacheOptions, EngineConfig, LoadOptions, ModelOptio
 from tinyserve.engine.assemble import assemble
 from tinyserve.engine.engine import Engine
 from tinyserve.engine.parts import Phases, load_parts
+from tinyserve.grammar import replicas
 from tinyserve.request import SamplingParams
 from tinyserve.text.tokenizer import TokenizerFacts
 
@@ -92,7 +94,10 @@ async def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--out", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--workers", type=int, help="processes that compute masks [as the server has them]")
     args = parser.parse_args()
+    if args.workers is not None:
+        replicas.usual_workers = lambda cores: args.workers
     config = EngineConfig(
         model=ModelOptions(model=args.model, max_model_len=args.out + 136, device=args.device),
         load=LoadOptions(load_format="dummy", use_tqdm_on_load=False),
@@ -103,6 +108,10 @@ async def main() -> None:
     parts.tokenizer, parts.eos_ids = MadeUp(parts.model.vocab_size), frozenset({256})
     engine = await Engine.start(config, parts=parts, machine=await asyncio.to_thread(assemble, config, parts, Phases()))
     await asyncio.to_thread(engine.machine.grammars.warm)
+    masks = engine.machine.masks
+    masks.replicas.start()
+    while masks.replicas.workers < masks.replicas.count:
+        await asyncio.sleep(0.05)
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_loaded()
     while engine.machine.runner.graphs.next() is not None:
@@ -110,14 +119,16 @@ async def main() -> None:
     free = None
     for name, form in FORMS.items():
         await run(engine, args.batch, 16, form)
-        masks = engine.machine.masks
-        masks.seconds, masks.rows = 0.0, 0
+        masks.seconds, masks.rows, before = 0.0, 0, masks.replicas.spent
         rate = max([await run(engine, args.batch, args.out, form) for _ in range(args.runs)])
         free = free or rate
         row = {"form": name, "tok_s": round(rate, 1), "ratio": round(rate / free, 3)}
         if form:
             row["mask_us_per_row"] = round(1e6 * masks.seconds / max(1, masks.rows), 1)
             row["mask_us_per_step"] = round(1e6 * masks.seconds / (args.runs * args.out), 1)
+            seconds, made = (now - then for now, then in zip(masks.replicas.spent, before, strict=True))
+            row["workers"], row["workers_us_per_mask"] = masks.replicas.workers, round(1e6 * seconds / max(1, made), 1)
+            row["made_by_workers"] = round(made / max(1, masks.rows), 3)
         print(json.dumps(row), flush=True)
     await engine.close()
 

@@ -3,6 +3,7 @@
 import mmap
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,3 +49,34 @@ def test_only_memory_that_small_pages_fill_is_asked_for(monkeypatch):
         maps += f"Anonymous:    {held} kB\nAnonHugePages:    {huge} kB\nVmFlags: rd wr\n"
     device._use_huge_pages(maps)
     assert asked == [1, 2, 3]
+
+
+def test_the_cpu_reads_memory_of_other_processes_as_its_own():
+    """And has nothing that would run beside it."""
+    cpu = Device.pick("cpu")
+    assert cpu.share(np.zeros(4, dtype=np.uint8))() is None
+    with cpu.beside()():
+        pass
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_from_memory_of_other_processes_beside_its_work():
+    """4 MB that nobody pinned when it was made: shared, they are read without a copy on the way, while a product runs
+    that what comes afterwards waits for; let go of, they can be shared again."""
+    gpu = Device.pick("cuda")
+    memory = np.frombuffer(mmap.mmap(-1, 1 << 22), dtype=np.uint8)
+    memory[:] = 7
+    release = gpu.share(memory)
+    beside, host = gpu.beside(), torch.from_numpy(memory)
+    assert host.is_pinned()
+    there, large = torch.zeros(1 << 22, dtype=torch.uint8, device=gpu.torch), torch.ones(4096, 4096, device=gpu.torch)
+    for value in (1, 2, 3):
+        memory[:] = value
+        result = large @ large
+        with beside():
+            there.copy_(host, non_blocking=True)
+        total = there.sum(dtype=torch.int64)
+        assert int(total) == value << 22 and float(result[0, 0]) == 4096
+    release()
+    assert not torch.from_numpy(memory).is_pinned()
+    gpu.share(memory)()

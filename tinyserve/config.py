@@ -127,7 +127,7 @@ class RunnerOptions:
     cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "batch sizes that get a device graph", low=1)
     batch_invariant: bool = option(False, "equal bits for a request whatever shares its batch; slower")
     cpu_threads: int | None = option(
-        None, "threads for the CPU device [all cores but one, which serves]", low=1, high=2**10
+        None, "threads for the CPU device [all cores but one, which serves]; beside a GPU: cores", low=1, high=2**10
     )
 
 

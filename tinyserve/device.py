@@ -14,11 +14,12 @@ import contextlib
 import ctypes
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from attrs import field, frozen
 
@@ -26,6 +27,7 @@ from .errors import ConfigError
 
 HUGE_PAGE = 2 << 20  # bytes
 MADV_COLLAPSE = 25  # of Linux, from 6.1 on: make these pages a huge one now
+PORTABLE = 1  # of cudaHostRegister: for all threads and contexts
 FIELDS = ("Anonymous", "AnonHugePages")  # of /proc/self/smaps: bytes that a piece of memory holds, in pages of any size
 
 Result = TypeVar("Result")
@@ -149,6 +151,40 @@ class Device:
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A host tensor that copies to and from this device without waiting: pinned, except for the CPU itself."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._api is not None)
+
+    def beside(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """A `with` for copies: what is queued inside runs beside the current stream, which waits for it afterwards."""
+        if self._api is None:
+            return contextlib.nullcontext
+        stream = self._api.Stream(self.index)
+
+        @contextlib.contextmanager
+        def beside() -> Iterator[None]:
+            with self._api.stream(stream):
+                yield
+            self.current_stream().wait_stream(stream)
+
+        return beside
+
+    def share(self, memory: np.ndarray) -> Callable[[], None] | None:
+        """Let this device read memory of the host, which other processes may hold, as it does `host_buffer`'s.
+
+        Returns: what ends that, before the memory goes; None: it cannot.
+        """
+        if self._api is None:
+            return lambda: None
+        if self.kind != "cuda":
+            return None
+        runtime, address = self._api.cudart(), memory.ctypes.data
+        with self.use():
+            if int(runtime.cudaHostRegister(address, memory.nbytes, PORTABLE)):
+                return None
+
+        def release() -> None:
+            self.synchronize()  # what reads it
+            runtime.cudaHostUnregister(address)
+
+        return release
 
     @property
     def has_graphs(self) -> bool:

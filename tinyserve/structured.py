@@ -184,6 +184,10 @@ class StructuredOutputsParams:
             refuse(name, f"{name} has no field {shown(unknown[0])}; its fields are {', '.join(sorted(known))}.")
         return cls(**fields)
 
+    def is_longer(self, characters: int) -> bool:
+        """Whether its JSON surely has more than so many."""
+        return outgrows([getattr(self, kind) for kind in KINDS], characters)
+
     def constraint(self) -> Constraint:
         """The grammar that this asks for."""
         kind = next(kind for kind in KINDS if getattr(self, kind) is not None)

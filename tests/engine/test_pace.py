@@ -15,8 +15,8 @@ from .toy import answer, letters, settle, start
 
 
 class Step:
-    def __init__(self, waited, landed=True, watched=0.0):
-        self.waited, self.landed, self.watched = waited, landed, watched
+    def __init__(self, waited, landed=True, watched=0.0, starved=False):
+        self.waited, self.landed, self.watched, self.starved = waited, landed, watched, starved
 
 
 IDLE, BUSY = Step(waited=False), Step(waited=True)
@@ -56,8 +56,10 @@ def test_an_idle_device_makes_readers_wait(clock):
 
 
 def test_a_busy_device_does_not(clock):
-    """The step had landed, but the next one is under way: nothing waits for the loop."""
+    """The step had landed, but the next one is under way: nothing waits for the loop, unless all that is missing of it
+    is the choice of tokens, which the loop has to launch."""
     assert windows(Pace(), clock, 9, behind=[Step(waited=False, landed=False)]) == 1
+    assert windows(Pace(), clock, 9, behind=[Step(waited=False, landed=False, starved=True)]) > 1
 
 
 def test_a_busy_loop_makes_readers_wait(clock):

@@ -154,7 +154,7 @@ def assemble(
     if plan.max_model_len < 2:
         _log.warning("a context of one token has no room for an answer: --max-model-len must be larger to get any")
     with phases("scheduler"):
-        words = _words(parts, device, runner.limits.max_seqs, offline)
+        words = _words(parts, device, runner.limits.max_seqs, offline, config.runner.cpu_threads)
         cache, scheduler = _scheduler(config, plan, groups, words, desk.known, runner.limits.rows)
     for module in config.lora.lora_modules:
         with phases("adapters"):
@@ -188,23 +188,32 @@ def _prepare(runner: Any, phases: Phases, foundry: Compilers | None) -> Any:
         return Needs(step=step, graphs=graph_bytes(runner))
 
 
-def _words(parts: Parts, device: Any, most: int, offline: bool) -> dict[str, Any]:
-    """What holds up to `most` answers of a step to grammars, each with threads of its own: grammars, masks."""
+def _words(parts: Parts, device: Any, most: int, offline: bool, cores: int | None) -> dict[str, Any]:
+    """What holds up to `most` answers of a step to grammars, each with threads of its own: grammars, masks.
+
+    cores: for processes that compute masks beside a GPU; None: all.
+    """
     import torch
 
     from ..grammar.compile import Grammars
+    from ..grammar.crew import Facts
     from ..grammar.mask import MaskPool
+    from ..grammar.replicas import Replicas, usual_workers
     from ..grammar.trial import PARENT_STACK
     from ..runner.workers import Workers
 
     ends = parts.eos_ids | parts.extra_eos_ids
     quick, slow = (Workers(name, stack=PARENT_STACK) for name in ("tinyserve-grammar", "tinyserve-slow-grammar"))
-    grammars = Grammars(parts.tokenizer, parts.model.vocab_size, ends, quick=quick, slow=slow, patient=offline)
+    tokenizer, size = parts.tokenizer, parts.model.vocab_size
+    grammars = Grammars(tokenizer, size, ends, quick=quick, slow=slow, patient=offline)
 
     def memory(rows: int, width: int) -> Any:
         return device.host_buffer(rows, width, dtype=torch.int32).numpy()
 
-    return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"), memory, most)}
+    count = usual_workers(0 if device.is_cpu else cores or usable_cores())
+    facts = Facts(tokenizer=tokenizer, size=size, words=lambda: grammars.words, most=most, share=device.share)
+    replicas = Replicas(count, facts) if count else None
+    return {"grammars": grammars, "masks": MaskPool(Workers("tinyserve-mask"), memory, most, replicas)}
 
 
 def _scheduler(

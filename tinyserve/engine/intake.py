@@ -128,8 +128,9 @@ class Intake:
         text = call.prompt.get("prompt") if isinstance(call.prompt, Mapping) else call.prompt
         arrival = time.monotonic()
         words = call.sampling.bad_words if call.sampling else ()
-        structured = call.sampling is not None and call.sampling.structured_outputs is not None
-        if structured or (len(text) if isinstance(text, str) else 0) + sum(map(len, words)) > INLINE_CHARACTERS:
+        form = call.sampling.structured_outputs if call.sampling else None
+        long = form is not None and form.is_longer(INLINE_CHARACTERS)
+        if long or (len(text) if isinstance(text, str) else 0) + sum(map(len, words)) > INLINE_CHARACTERS:
             return await self.off_loop(lambda: self._prepare(call, number, seed, arrival))
         return self._prepare(call, number, seed, arrival)
 

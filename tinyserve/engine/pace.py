@@ -53,7 +53,7 @@ class Pace:
         self._step += 1
         self._steps += 1
         self._watched += flight.watched
-        self._idle += not flight.waited and all(other.landed for other in flying)
+        self._idle += not flight.waited and all(other.landed or other.starved for other in flying)
         if streams < MANY:
             self.together = 1
         now = time.monotonic()

@@ -100,7 +100,7 @@ class Grammars:
 
     def warm(self) -> None:
         """Make the vocabulary now. It holds the interpreter for a second or so, which streams would notice."""
-        self._tokens()
+        self.library()
         self._trial(slow=False).start()
 
     def constrain(self, request: Request) -> Constraint:
@@ -198,7 +198,7 @@ class Grammars:
             if wanted.kind != "thought":
                 self._trial(tried > 0).make_ready()
             future.begun = time.monotonic()
-            matcher, future.bytes = self._compile(wanted, seconds, tried > 0)
+            matcher, future.bytes, future.text = self._compile(wanted, seconds, tried > 0)
             future.set_result(matcher)
         except TooMuch as error:
             if seconds == SECONDS:
@@ -220,14 +220,14 @@ class Grammars:
                 self._words = words_of(self._tokenizer, self._vocab_size, self._end_ids)
             return self._words
 
-    def _compile(self, wanted: Wanted, seconds: float, slow: bool) -> tuple[LLMatcher | None, int]:
+    def _compile(self, wanted: Wanted, seconds: float, slow: bool) -> tuple[LLMatcher | None, int, str]:
         if wanted.kind == "thought":
-            return None, 0
+            return None, 0, ""
         verdict = self._trial(slow).run(wanted, seconds)
         error = verdict.error
         if not error:
             self._make_room(wanted, verdict.bytes)
-            tokens = self._tokens()
+            tokens = self.library()
             matcher = compiled(tokens, verdict.text)
             mask = matcher.compute_bitmask()  # some grammars fail at their first mask
             error = explained(matcher.get_error() or "")
@@ -243,7 +243,7 @@ class Grammars:
                     f"{wanted.param}: only an empty text satisfies it, and this model has no token that ends one.",
                     param=wanted.param,
                 )
-        return matcher, verdict.bytes
+        return matcher, verdict.bytes, verdict.text
 
     def _trial(self, slow: bool) -> Trial:
         words = self.words
@@ -252,26 +252,29 @@ class Grammars:
                 self._trials[slow] = Trial(words.width * 32, words.special, words.ends)
             return self._trials[slow]
 
-    def _tokens(self) -> LLTokenizer:
-        """The vocabulary as the library has it, made once: 0.13 s of one core for 49,000 tokens, 1.3 s for 262,000."""
+    def library(self, short: Iterable[int] = SHORT) -> LLTokenizer:
+        """The vocabulary as the library has it, made once: 0.13 s of one core for 49,000 tokens, 1.3 s for 262,000.
+
+        short: letters of tokens whose masks are kept, see `_slices`.
+        """
         words = self.words
         with self._lock:
             if self._library is None:
                 self._library = LLTokenizer(
                     TokenizerWrapper(_Vocabulary(self._tokenizer, words)),
                     eos_token=list(words.ends),
-                    slices=_slices(),
+                    slices=_slices(short),
                 )
             return self._library
 
 
-def _slices() -> list[str]:
+def _slices(short: Iterable[int]) -> list[str]:
     """Sets of tokens whose masks the library keeps, the library's own and short ones.
 
     Where a text may have only a few letters more, tokens of so many need not be looked at one by one.
     """
     blanks, *texts = LLTokenizer.general_slices()
-    return [blanks, *(LETTERS + f"{{1,{most}}}" for most in SHORT), *texts]
+    return [blanks, *(LETTERS + f"{{1,{most}}}" for most in short), *texts]
 
 
 def _key(wanted: Wanted) -> bytes:

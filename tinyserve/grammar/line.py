@@ -44,13 +44,14 @@ class Compiled(Future[Any]):
 
     Args: key: equal for equal grammars.
     Attributes:
-        bytes: of memory that it takes.
+        bytes: of memory that it takes.   text: of it, for the library; "" for none.
         begun: time.monotonic() when its trial began; None: it waits for others before it, or for the child to start.
         held: requests that wait for it, or use it.   kept: time.monotonic() until which it is not dropped; None: it was
             never held, so nobody knows who waits.   dropped: it never will be compiled.
     """
 
     bytes = 0
+    text = ""
     begun: float | None = None
     held = 0
     kept: float | None = None

@@ -11,7 +11,6 @@ After: scheduling/scheduler.py (waits for it, advances it), mask.py (asks it).
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,20 +18,17 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 
 from ..errors import RequestError
 from ..request import Request
 from ..structured import Constraint as Wanted
 from .bits import allow, forbid
+from .digits import is_full, number_behind
 from .sayings import explained
 from .thought import Gate, Mode
 from .words import Words
 
-MAX_DIGITS, MAX_EXPONENT = 40, 2  # digits of one number in JSON; the longest 128-bit integer has 39
-_NUMBER = re.compile(rb"[-+.0-9eE]*$")
-_NUMERIC = frozenset(b"-+.0123456789eE")
-_DIGITS = re.compile(rb"([eE][-+]?)?([0-9]*)$")
 WITH_JSON = ("json", "json_object", "structural_tag")
 SHORT = 16_384  # characters of what is asked for
 USUAL_SECONDS = 0.005  # of one core, that a token may cost
@@ -90,6 +86,14 @@ def unconstrained(request: Request) -> Constraint:
     return UNCONSTRAINED
 
 
+@frozen
+class _Ends:
+    """How an answer ends besides its grammar. ids: its own stop tokens.   least: tokens before, if others may come."""
+
+    ids: tuple[int, ...]
+    least: int
+
+
 @define
 class _Patience:
     """What an answer costs.
@@ -115,6 +119,7 @@ class Matcher:
         stop_ids: the request's own stop tokens; they may come where the grammar may end.
         min_tokens: no end token before so many, unless nothing else may come.
         begun: tokens that the answer has already, from another request.
+    Attributes: replica: a replicas.Replica, told of each token; None: there is none.
     """
 
     masks = True
@@ -131,8 +136,7 @@ class Matcher:
         self._begun = begun
         self._grammar = grammar
         self._wanted = wanted
-        self._stop_ids = stop_ids
-        self._min_tokens = min_tokens
+        self._ends = _Ends(stop_ids, min_tokens)
         self._make_words = words
         self._words: Words | None = None  # None until the grammar is looked at first
         self._match: Any = None
@@ -144,6 +148,7 @@ class Matcher:
         self._patience = _Patience(len(repr(wanted.key)) <= SHORT)
         self.ended = False
         self.error: Exception | None = None
+        self.replica: Any = None
 
     @property
     def ready(self) -> bool:
@@ -177,15 +182,26 @@ class Matcher:
                 self.advance(token)
         return self._words
 
+    def described(self, tokens: int, size: int) -> tuple[Any, ...] | None:
+        """The grammar's text, and the last four arguments of a matcher that stands where this one does.
+
+        None: it has more tokens, or its grammar more bytes."""
+        usual = self._words is not None and self._patience.short and self._grammar.bytes <= size
+        if not usual or len(self._log) > tokens or self.error is not None:
+            return None
+        return self._grammar.text, (self._wanted, self._ends.ids, self._ends.least, [entry[2] for entry in self._log])
+
     # ---- what came
 
     def advance(self, token: int) -> None:
         """Note the next token. One that the grammar cannot take sets `error`."""
         words = self._words or self._start()
+        if self.replica is not None:
+            self.replica.tell(token)
         data = words.bytes[token] if token < len(words.bytes) else b""
         gate, number = self._gate, self._number
         if gate is None:
-            early = len(self._log) < self._min_tokens
+            early = len(self._log) < self._ends.least
             self._log.append((None, number, token, self._match is not None and self._take(token, early)))
         else:
             self._log.append((gate.state, number, token, False))
@@ -195,10 +211,7 @@ class Matcher:
                 self._only.popleft()
             else:
                 self._only.clear()
-        if data and data[-1] in _NUMERIC:
-            self._number = _NUMBER.search(number[-MAX_DIGITS - 4 :] + data).group()
-        elif data:
-            self._number = b""
+        self._number = number_behind(number, data)
 
     def _gated(self, token: int, data: bytes, gate: Gate) -> None:
         """A token that may belong to a thought; while that is not known, it goes to the grammar, if it can."""
@@ -213,7 +226,7 @@ class Matcher:
         elif gate.mode is Mode.ANSWER and behind:
             self._fail()
         elif gate.mode is Mode.ANSWER or (not behind and self._match.validate_tokens([token]) == 1):
-            self._log[-1] = (*self._log[-1][:3], self._take(token, len(self._log) <= self._min_tokens))
+            self._log[-1] = (*self._log[-1][:3], self._take(token, len(self._log) <= self._ends.least))
 
     @property
     def _behind(self) -> bool:
@@ -226,7 +239,7 @@ class Matcher:
 
         early: before min_tokens, where a stop token ends nothing: it came because the grammar has no other way on.
         """
-        if self._stop_ids and not early and token in self._stop_ids and token not in self._words.end_ids:
+        if self._ends.ids and not early and token in self._ends.ids and token not in self._words.end_ids:
             self.ended = self._match.is_accepting()
             return False
         slow = self._patience.slow
@@ -264,6 +277,9 @@ class Matcher:
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens."""
         self._only.clear()
+        if self.replica is not None:
+            self.replica.drop()
+            self.replica = None
         if count and self._gate and self._log[-count][0][0] is Mode.UNDECIDED:
             return self._again([entry[2] for entry in self._log[:-count]])
         taken = 0
@@ -314,7 +330,7 @@ class Matcher:
     @property
     def plain(self) -> bool:
         """Whether the library's mask, where there is one, is the mask: `finish` would change nothing."""
-        free = self._gate is None and not self._only and not self._stop_ids and len(self._log) >= self._min_tokens
+        free = self._gate is None and not self._only and not self._ends.ids and len(self._log) >= self._ends.least
         if not free or self._match is None or not self._words.end_ids:
             return False
         return not self._match.is_error() and not self._too_long()
@@ -355,25 +371,19 @@ class Matcher:
         if self._too_long() and not (row & words.letters).any():
             others = row & ~words.digits  # no letter may come either: this is a number and not a text
             row[:] = others if others.any() else row
-        if len(self._log) < self._min_tokens:
+        if len(self._log) < self._ends.least:
             without = row.copy()
-            for token in words.end_ids + self._stop_ids:
+            for token in words.end_ids + self._ends.ids:
                 forbid(without, token)
             if without.any():
                 row[:] = without
-        elif self._stop_ids and self._match.is_accepting():
-            for token in self._stop_ids:
+        elif self._ends.ids and self._match.is_accepting():
+            for token in self._ends.ids:
                 allow(row, token)
 
     def _too_long(self) -> bool:
         """Whether the answer ends with as many digits as a number in JSON may have."""
-        number = self._number
-        if not number or self._wanted.kind not in WITH_JSON:
-            return False
-        if len(number) < MAX_DIGITS and b"e" not in number and b"E" not in number:
-            return False
-        exponent, digits = _DIGITS.search(number).groups()
-        return len(digits) >= (MAX_EXPONENT if exponent else MAX_DIGITS)
+        return bool(self._number) and self._wanted.kind in WITH_JSON and is_full(self._number)
 
     def _fail(self) -> None:
         self.error = RequestError(

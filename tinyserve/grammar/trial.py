@@ -79,7 +79,7 @@ GROWN = 2  # status of a twin that holds too much memory
 # That who answers may hold for the next grammar, whose size is told too small where it finds room: twins cost little.
 KEPT_BYTES = 4 * 2**20 if _FORKS else MEMORY_BYTES // 4
 _log = logging.getLogger(__name__)
-_CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tinyserve.grammar.trial import child; child()"
+_PATHS = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
 
 
 class TooMuch(Exception):
@@ -110,6 +110,16 @@ def compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
     return LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**BOUNDS))
 
 
+def start_child(call: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Start Python anew, with what this process can import. An interrupt from the terminal is not meant for it.
+
+    Args: call: what it does.   arguments: from sys.argv[2] on.   options: of Popen.
+    """
+    paths = json.dumps([str(folder) for folder in sys.path])
+    command = [sys.executable, "-c", _PATHS + call, paths, *arguments]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment_to_start(), process_group=0, **options)
+
+
 class Trial:
     """Tries one grammar after the other, in a child that is started when it is needed. Used from one thread at a time.
 
@@ -133,14 +143,8 @@ class Trial:
 
     def _started(self) -> subprocess.Popen[bytes]:
         try:
-            return subprocess.Popen(
-                [sys.executable, "-c", _CODE, json.dumps([str(folder) for folder in sys.path]), self._words],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment_to_start(),
-                process_group=0,  # an interrupt from the terminal is not meant for it
-            )
+            call = "from tinyserve.grammar.trial import child; child()"
+            return start_child(call, self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except (OSError, MemoryError) as error:
             raise self._failed(error or "no memory is left") from None
 

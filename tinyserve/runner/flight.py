@@ -83,16 +83,18 @@ class Flight:
         landing: resolved by the runner's worker thread with the output or with what went wrong.
     Attributes:
         waited: whether the loop came to wait for it before it had landed.
+        starved: whether the device had done all that it could of it, and nothing else, before the rest was launched.
         watch: what it is watched with, if it is; nobody resolves `landing` then, until it is awaited.
         watched: seconds that the loop did nothing else.
     """
 
-    __slots__ = ("landing", "step_id", "waited", "watch", "watched")
+    __slots__ = ("landing", "starved", "step_id", "waited", "watch", "watched")
 
     def __init__(self, step_id: int, landing: Future[StepOutput]) -> None:
         self.step_id = step_id
         self.landing = landing
         self.waited = False
+        self.starved = False
         self.watch: Watch | None = None
         self.watched = 0.0
 

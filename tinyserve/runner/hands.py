@@ -84,4 +84,4 @@ def by_graph(step: StepInput, graphs: Graphs, rows: Rows, sampler: Sampler) -> b
         return graphs.holds(shape)
     asked = not (rows.scored.isdisjoint(slots) and rows.pooled.isdisjoint(slots))
     asked = asked or any(params.pooled or params.scores_from() is not None for params in opened)
-    return not (asked or step.masks is not None or sampler.special(slots, opened))
+    return not (asked or sampler.special(slots, opened))

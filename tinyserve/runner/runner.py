@@ -107,10 +107,10 @@ class Runner:
             tokens, seqs = max(tokens, shape.tokens), max(seqs, shape.seqs)
         self.adapters.reserve(tokens)
         self.batches = BatchBuilder(self.rows, sampler.table, tokens, seqs, device, ring)
-        self._events = [device.event() for _ in range(ring)]
+        self._events = [device.event() for _ in range(ring + 1)]  # the last: of a forward whose tokens are chosen later
         self._worker = Workers("tinyserve-step")
         self._hands = Hands(self._worker if device.is_cpu else None)
-        self._held = HeldChoice(sampler, self.graphs, limits.words, device.torch)
+        self._held = HeldChoice(sampler, self.graphs, limits.words, device)
         self._before: Begun | None = None  # the step before, if all of it was a graph's
         self._patience = Patience()
         self._closed = False
@@ -141,9 +141,14 @@ class Runner:
         repeats = not self._hands.everything and self._hands.free and self._repeats(step)
         early = repeats or self._is_quick(step)
         begun = self._replay(step) if repeats else self._hands.do(early, self._on_device, self._begin, step)
+        if noted := early and isinstance(begun, Begun):
+            self._events[-1].record(begun.stream)
 
         def choose() -> None:  # who waits for the masks is not quick, nor is what reports on prompts
             quick = early and step.masks.there and isinstance(step.slices, Decodes)
+            if noted:
+                flight.starved = self._events[-1].query()
+                step.masks.launched(flight.starved)
             self._bring_home(self._hands.do(quick, self._on_device, self._finish, begun), flight)
 
         step.masks.when_begun(choose)
@@ -299,13 +304,12 @@ class Runner:
         """Queue the forward, and the choice of tokens where that is all that the rows ask for."""
         slots = pieces.slots if isinstance(pieces, Decodes) else tuple([piece.slot for piece in pieces])
         asks = self.sampler.asks(slots)
-        more = asks.more or masked
         own = Shape.of(pieces, adapted=bool(self.rows.adapted) and not self.rows.adapted.isdisjoint(slots))
         sampled = isinstance(pieces, Decodes) or any(piece.samples for piece in pieces)
         whole = not own.is_decode and bool(scored(pieces, self.rows) or wanted(pieces, self.rows.pooled))
-        shape = own if whole or (more and not own.is_decode) else self.graphs.fit(own)
+        shape = own if whole or (asks.more and not own.is_decode) else self.graphs.fit(own)
         views = self.batches.send(pieces, shape, differences, slots)
-        again = sampled and more  # the choice of a graph is not enough
+        again = sampled and (asks.more or masked)  # the choice of a graph is not enough
 
         batch: Batch | None = None
 
@@ -327,12 +331,14 @@ class Runner:
         """Choose tokens if that is not done; the places of sequences in the result, the result, and reports."""
         own, shape, slots, views = forward.exact, forward.shape, forward.slots, forward.views
         reports, places = None, range(len(forward.pieces))
-        if not chosen:
+        if shape != own and not own.is_decode:
+            places = [shape.place(i, own.decodes) for i in places]
+            if not chosen:
+                self._held.launch(masks, dict(zip(slots, places, strict=True)), forward.computed, views, self._keep)
+        elif not chosen:
             views = self.batches.views(own)
             grammar = None if masks is None else GrammarMask.of(masks.result(), masks.slots, slots, self.device.torch)
             reports = self._sample(forward.computed, slots, views, grammar)
-        elif shape.decodes != own.decodes and not own.is_decode:
-            places = [shape.place(i, own.decodes) for i in places]
         return places, self.batches.given(views.shape.seqs) if forward.sampled else None, reports
 
     def _compute(

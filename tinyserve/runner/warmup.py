@@ -205,6 +205,9 @@ class _Masks:
     def result(self) -> np.ndarray:
         return self._bits
 
+    def placed(self) -> tuple[np.ndarray, None]:
+        return self._bits, None
+
 
 def _steps(
     runner: Runner, counts: Sequence[int], kinds: Sequence[RowParams], decodes: int = 0, masks: Any = None
