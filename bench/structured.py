@@ -110,8 +110,9 @@ async def main() -> None:
     await asyncio.to_thread(engine.machine.grammars.warm)
     masks = engine.machine.masks
     masks.replicas.start()
-    while masks.replicas.workers < masks.replicas.count:
-        await asyncio.sleep(0.05)
+    for _ in range(600):
+        if masks.replicas.workers < masks.replicas.count:
+            await asyncio.sleep(0.05)
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_loaded()
     while engine.machine.runner.graphs.next() is not None:

@@ -4,7 +4,7 @@ They start when masks of many rows are wanted in short steps for the first time,
 what they ask: how this process's tokenizer writes a text. One that died is started again after AGAIN_SECONDS, and its
 rows are computed by the loop meanwhile. Messages are sent without waiting.
 
-Before: board.py, trial.py (how a child is started).  After: replicas.py.
+Before: board.py, child.py.  After: replicas.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from .board import ASK, ASLEEP, LONGEST, READY, WAKE, Board
-from .trial import start_child
+from .child import start_child
 from .words import Tokens, Words
 
 AGAIN_SECONDS = 30.0

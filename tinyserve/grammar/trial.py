@@ -48,10 +48,10 @@ import numpy as np
 from attrs import frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from ..config import environment_to_start
 from ..errors import Overloaded
 from ..structured import Constraint
 from .asked import Asked
+from .child import start_child
 from .deep import with_stack
 from .numbers import Wrong
 from .sayings import MAX_ALTERNATIVES
@@ -79,7 +79,6 @@ GROWN = 2  # status of a twin that holds too much memory
 # That who answers may hold for the next grammar, whose size is told too small where it finds room: twins cost little.
 KEPT_BYTES = 4 * 2**20 if _FORKS else MEMORY_BYTES // 4
 _log = logging.getLogger(__name__)
-_PATHS = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
 
 
 class TooMuch(Exception):
@@ -108,16 +107,6 @@ class Verdict:
 def compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
     """A grammar's text, compiled within the library's own bounds; it holds what is wrong itself."""
     return LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**BOUNDS))
-
-
-def start_child(call: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start Python anew, with what this process can import. An interrupt from the terminal is not meant for it.
-
-    Args: call: what it does.   arguments: from sys.argv[2] on.   options: of Popen.
-    """
-    paths = json.dumps([str(folder) for folder in sys.path])
-    command = [sys.executable, "-c", _PATHS + call, paths, *arguments]
-    return subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment_to_start(), process_group=0, **options)
 
 
 class Trial:
