@@ -96,7 +96,8 @@ class Compiled(Future[Any]):
             )
         self.kept = time.monotonic() + KEPT_SECONDS
         return Overloaded(
-            f"{wanted.param}: {WAIT_SECONDS:.0f} seconds went by before its turn came; others were first. Retry later.",
+            f"{wanted.param}: {WAIT_SECONDS:.0f} seconds went by with grammars of other requests, which were first, or "
+            "with the start of the process that tries them. Retry later.",
             retry_after=RETRY_SECONDS,
         )
 
