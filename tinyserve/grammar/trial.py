@@ -55,7 +55,6 @@ from .child import start_child
 from .deep import with_stack
 from .numbers import Wrong
 from .sayings import MAX_ALTERNATIVES
-from .stacks import with_stack
 
 MEMORY_BYTES = 256 * 2**20  # that one grammar may take
 START_SECONDS = 30.0  # for a new child, on a busy machine
