@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -409,6 +410,31 @@ def test_a_failed_turn_is_taken_back(server, monkeypatch, capsys):
     assert "NaN" in capsys.readouterr().err
 
 
+def test_host_and_port_make_the_address(server, capsys):
+    """--port was an unrecognized argument, without a word of --url."""
+    _, url = server
+    port = url.split(":")[2].split("/")[0]
+
+    assert main(["chat", "--port", port, "--api-key", "k", "-q", "Who?"]) == 0
+    assert capsys.readouterr().out.startswith("P")
+
+
+def test_tls_where_there_is_none_is_told(server, capsys):
+    """It said that no server answers, and to start one."""
+    _, url = server
+
+    assert main(["chat", "--url", url.replace("http", "https"), "--api-key", "k", "-q", "x"]) == 1
+    assert f"is no TLS server. If it speaks plain HTTP: --url {url}" in capsys.readouterr().err
+
+
+def test_an_error_in_an_answer_begins_a_line(server, capsys):
+    engine, url = server
+    engine.fail_at = 1
+
+    assert main(["chat", "--url", url, "--api-key", "k", "-q", "x"]) == 1
+    assert capsys.readouterr().out == "P\n"
+
+
 def test_complete(server, capsys):
     _, url = server
 
@@ -511,7 +537,7 @@ def wait_ready(address):
 
 def test_a_server_loads_serves_drains_and_leaves():
     """503 while loading, 200 after; SIGTERM lets the running 1 s answer end within its 10 s; exit code 0."""
-    process, address = start("--shutdown-timeout", "10", "--log-format", "json")
+    process, address = start("--shutdown-timeout", "10")
     try:
         assert wait_ready(address)[0] == 503
         body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -525,7 +551,21 @@ def test_a_server_loads_serves_drains_and_leaves():
         assert rest[-2] == "data: [DONE]" and last["choices"][0]["finish_reason"] == "stop"
         assert process.returncode == 0, err
         assert "curl" in out and "OpenAI" in out and "Ready in" in out
-        assert all(json.loads(line)["level"] == "INFO" for line in err.splitlines() if line)
+        assert all(line.startswith("INFO ") for line in err.splitlines() if line)
+    finally:
+        process.kill()
+
+
+def test_a_log_of_json_holds_nothing_else():
+    """The greeting's 18 lines of text came between the records, where both streams are collected."""
+    process, address = start("--log-format", "json")
+    try:
+        wait_ready(address)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        records = [json.loads(line) for line in err.splitlines() if line]
+        assert process.returncode == 0 and not out and {one["level"] for one in records} == {"INFO"}
+        assert any(re.match(r"Ready in [\d.]+ s: .* tokens, at http", one["message"]) for one in records)
     finally:
         process.kill()
 

@@ -37,6 +37,7 @@ COMMANDS = {
 }
 
 
+_MORE = "Help of a command: python -m tinyserve COMMAND --help. Version: python -m tinyserve --version."
 READER_LEFT = 141  # 128 + SIGPIPE, with which Unix tools end when nobody reads their output any more
 
 
@@ -108,7 +109,7 @@ def _command(argv: list[str]) -> tuple[str, list[str]]:
 
 def _usage() -> str:
     lines = [f"  {name:<13}{text}" for name, (_, _, text) in COMMANDS.items()]
-    return "Usage: python -m tinyserve [COMMAND] [options]\n\nCommands:\n" + "\n".join(lines) + "\n"
+    return "Usage: python -m tinyserve [COMMAND] [options]\n\nCommands:\n" + "\n".join(lines) + f"\n\n{_MORE}\n"
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class SchedulerOptions:
     )
     scheduler_reserve_full_isl: bool = option(True, "admit a request only when its whole prompt fits")
     watermark: float = option(0.0, "share of the blocks kept free when admitting", low=0.0, high=0.99)
-    max_num_queued_reqs: int | None = option(None, "answer 503 when so many requests wait", low=0)
+    max_num_queued_reqs: int | None = option(None, "answer 503 when so many requests wait; 0: none may wait", low=0)
     max_num_queued_tokens: int | None = option(None, "answer 503 when so many prompt tokens wait", low=1)
     depth: int | None = option(None, "steps in flight [2 on a GPU, 1 on the CPU]", low=1, high=8)
     stream_interval: int = option(1, "tokens between two events of a stream", low=1)

@@ -181,7 +181,7 @@ def test_where_nothing_can_be_written(plain, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     assert main(["quantize", str(plain), str(tmp_path / "file")]) == 2
     assert main(["quantize", str(plain), str(tmp_path / "none"), "--skip", "."]) == 1
-    assert not any((tmp_path / "none").iterdir())
+    assert not (tmp_path / "none").exists()
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -190,4 +190,5 @@ def test_where_nothing_can_be_written(plain, tmp_path, capsys, monkeypatch):
     assert main(["quantize", str(plain), str(tmp_path / "full")]) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3
-    assert "no folder can be made" in said[0] and "--skip" in said[1] and "remove it before" in said[2]
+    assert "no folder can be made" in said[0] and "--skip" in said[1] and "No space left" in said[2]
+    assert "remove it before" in said[2] or not (tmp_path / "full").exists()

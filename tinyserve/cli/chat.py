@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -107,6 +108,9 @@ class Client:
             raise EngineError(text + _cure(error.code, self._shown, "Authorization" in self._headers)) from None
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError) and reason.reason == "WRONG_VERSION_NUMBER":
+                plain = self._shown.replace("https", "http", 1)
+                raise EngineError(f"{self._shown} is no TLS server. If it speaks plain HTTP: --url {plain}") from None
             raise EngineError(
                 f"no server answers at {self._shown} ({reason}). Start one: python -m tinyserve"
             ) from None
@@ -146,7 +150,7 @@ def run_chat(argv: Sequence[str]) -> int:
     parser.add_argument("--system-prompt", metavar="TEXT", help="first message of the conversation")
     parser.add_argument("question", nargs="?", help="ask this, print the answer and leave")
     options = parser.parse_args(argv)
-    client = Client(options.url, options.api_key or client_api_key(), options.model_name)
+    client = _client(options)
     question = options.quick if options.quick is not None else options.question
     conversation = Conversation(client, options.system_prompt, _limits(options))
     if question is not None:
@@ -165,7 +169,7 @@ def run_complete(argv: Sequence[str]) -> int:
     parser = _parser("complete", "Let a running server continue texts.")
     parser.add_argument("text", nargs="?", help="continue this and leave")
     options = parser.parse_args(argv)
-    client = Client(options.url, options.api_key or client_api_key(), options.model_name)
+    client = _client(options)
     text = options.quick if options.quick is not None else options.text
     for prompt in [text] if text is not None else _lines("\ncontinue> "):
         if prompt == "/exit":
@@ -214,9 +218,9 @@ def _obey_or_ask(conversation: Conversation, line: str) -> None:
         try:
             conversation.ask(line)
         except EngineError as error:
-            print(f"\nerror: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
         except KeyboardInterrupt:
-            print("\n(stopped)")
+            print("(stopped)")
 
 
 def _choices(client: Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -227,11 +231,22 @@ def _choices(client: Client, path: str, body: dict[str, Any]) -> Iterator[dict[s
 def _show(pieces: Iterator[str | None]) -> str:
     """Print pieces as they come; return them joined."""
     found, terminal = [], sys.stdout is not None and sys.stdout.isatty()
-    for piece in filter(None, pieces):
-        found.append(piece)
-        print(piece.translate(CONTROLS) if terminal else piece, end="", flush=True)
+    try:
+        for piece in filter(None, pieces):
+            found.append(piece)
+            print(piece.translate(CONTROLS) if terminal else piece, end="", flush=True)
+    except (EngineError, KeyboardInterrupt):
+        if found:
+            print()  # what is said of it begins a line
+        raise
     print()
     return "".join(found)
+
+
+def _client(options: argparse.Namespace) -> Client:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = options.url or f"http://{host}:{options.port}/v1"
+    return Client(url, options.api_key or client_api_key(), options.model_name)
 
 
 def _lines(prompt: str) -> Iterator[str]:
@@ -253,7 +268,9 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = Parser(prog=f"tinyserve {command}", description=description)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="address of /v1, or unix:PATH [%(default)s]")
+    parser.add_argument("--url", help="address of /v1, or unix:PATH [made of host and port]")
+    parser.add_argument("--host", default="127.0.0.1", help="[%(default)s]")
+    parser.add_argument("--port", type=int, metavar="N", default=8000, help="[%(default)s]")
     parser.add_argument("--api-key", metavar="KEY", help="key of the server [TINYSERVE_API_KEY]")
     parser.add_argument("--model-name", metavar="NAME", help="model to ask [the first one served]")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this, print the answer and leave")

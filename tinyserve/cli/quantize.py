@@ -20,11 +20,13 @@ Before: checkpoint/source.py, models/registry.py, quant/encode.py.  After: `tiny
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ..config import hub_offline
@@ -46,6 +48,10 @@ WEIGHTS = (
     ".onnx",
 )
 REPORT = "quantization_report.json"
+_HELP = (
+    "Save a checkpoint of plain numbers in fp8, int8 or int4, as compressed-tensors. A line for each matrix tells its "
+    "name, its shape and its error: how far its numbers have moved, as a share of what they were."
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -69,25 +75,40 @@ def run(argv: Sequence[str]) -> int:
     if not empty:
         raise ConfigError(f"{options.out} is not empty; name a new folder.")
     try:
-        report = _convert(source, config, options)
+        with _nothing_left(options.out):
+            report = _convert(source, config, options)
     except (OSError, SafetensorError) as error:  # a full disk
-        raise CheckpointError(f"stopped: {error}. {options.out} is not whole; remove it before another try.") from None
+        rest = f" {options.out} is not whole; remove it before another try." if options.out.exists() else ""
+        raise CheckpointError(f"stopped: {error}.{rest}") from None
     worst = max(report["matrices"], key=lambda one: one["error"])
     print(
         f"{len(report['matrices'])} matrices in {options.scheme}: {format_bytes(report['bytes_before'])} -> "
         f"{format_bytes(report['bytes_after'])}, mean error {report['mean_error']:.4f}, "
-        f"largest {worst['error']:.4f} ({worst['module']})"
+        f"largest {worst['error']:.4f} ({worst['module']}); all errors are in {options.out / REPORT}.\n"
+        f"Serve it: python -m tinyserve {quote(str(options.out))}"
     )
     return 0
 
 
+@contextlib.contextmanager
+def _nothing_left(folder: Path) -> Iterator[None]:
+    """An empty folder is removed when the body fails, so that the same command can be tried again."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # it holds something
+            folder.rmdir()
+        raise
+
+
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line. Raises: ConfigError."""
-    parser = Parser(prog="tinyserve quantize", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="tinyserve quantize", description=_HELP, allow_abbrev=False)
     parser.add_argument("model", help="folder or hub name of a checkpoint of plain numbers")
     parser.add_argument("out", type=Path, help="folder to write; made if it is not there")
-    parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), default="fp8", help="default: %(default)s")
-    parser.add_argument("--group-size", type=int, default=128, help="columns of int4 that share a scale")
+    parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), default="fp8", help="[%(default)s]")
+    columns = "columns of int4 that share a scale [%(default)s]"
+    parser.add_argument("--group-size", type=int, metavar="N", default=128, help=columns)
     text = "text for rounding to int4 that looks at data; takes up to half of the device's free memory, at most 8 GiB"
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help=text)
     parser.add_argument("--skip", default=None, metavar="REGEX", help="modules to leave as they are, searched for")

@@ -60,7 +60,7 @@ async def _serve(config: EngineConfig) -> int:
             return 0
         service.engine = engine = await loading
         keep_loaded()
-        _greet(_welcome(server.address, service, time.perf_counter() - start))
+        _ready(server.address, service, time.perf_counter() - start)
         return await _until_stopped(engine, server, stopped)
     except TinyserveError as error:
         logger.error("%s", error)
@@ -95,6 +95,19 @@ async def _until_stopped(engine: Any, server: Server, stopped: asyncio.Task[Any]
     return 1
 
 
+def _ready(address: str, service: Service, seconds: float) -> None:
+    """Say that it is: to people with what they may try, to machines in a record like all others."""
+    if service.config.log.log_format == "text":
+        _greet(_welcome(address, service, seconds))
+    else:
+        logger.info("%s", _told(address, service, seconds))
+
+
+def _told(address: str, service: Service, seconds: float) -> str:
+    name, length = log.printable(service.engine.served_names[0]), service.engine.max_model_len
+    return f"Ready in {seconds:.1f} s: {name}, context {length} token{'s' * (length != 1)}, at {address}"
+
+
 def _greet(text: str) -> None:
     """Print it. A server serves, also where nobody reads what it prints."""
     try:
@@ -120,7 +133,7 @@ def _welcome(address: str, service: Service, seconds: float) -> str:
         imports = f"import httpx\n{imports}"
         arguments += f",\n  http_client=httpx.Client(transport=httpx.HTTPTransport(uds={_python(options.uds)}))"
     return f"""
-Ready in {seconds:.1f} s: {log.printable(name)}, context {_tokens(engine.max_model_len)}, at {address}
+{_told(address, service, seconds)}
 
 {browser}Try:
   curl{socket} {quote(f"{url}/v1/chat/completions")}{key} -H 'Content-Type: application/json' \\
@@ -137,10 +150,6 @@ print(answer.choices[0].message.content)
 def _python(text: str) -> str:
     """A text as Python has it. JSON writes some letters as two halves, which no client could send."""
     return json.dumps(text) if text.isascii() else repr(text)
-
-
-def _tokens(count: int) -> str:
-    return f"{count} token{'s' * (count != 1)}"
 
 
 def _url(address: str, options: ServerOptions) -> str:
