@@ -78,6 +78,7 @@ GROWN = 2  # status of a twin that holds too much memory
 # That who answers may hold for the next grammar, whose size is told too small where it finds room: twins cost little.
 KEPT_BYTES = 4 * 2**20 if _FORKS else MEMORY_BYTES // 4
 _log = logging.getLogger(__name__)
+_CODE = "from tinyserve.grammar.trial import child; child()"
 
 
 class TooMuch(Exception):
@@ -131,8 +132,7 @@ class Trial:
 
     def _started(self) -> subprocess.Popen[bytes]:
         try:
-            call = "from tinyserve.grammar.trial import child; child()"
-            return start_child(call, self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            return start_child(_CODE, self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except (OSError, MemoryError) as error:
             raise self._failed(error or "no memory is left") from None
 
