@@ -274,7 +274,7 @@ def test_steps_in_grammars_repeat_and_the_loop_lands_them(make, monkeypatch):
     plain.launch(StepInput(step_id=0, opened=(opening(0),), slices=(SeqSlice(0, 0, 3),))).landing.result(10)
     while aside.improve():
         pass
-    begins, threads, begin, land = [], [], aside._begin, runner_module.land
+    begins, threads, told, begin, land = [], [], [], aside._begin, runner_module.land
     aside._begin = lambda step: begins.append(step.step_id) or begin(step)
     noted = lambda one: (runner is aside and threads.append(threading.get_ident())) or land(one)
     monkeypatch.setattr(runner_module, "land", noted)
@@ -287,7 +287,7 @@ def test_steps_in_grammars_repeat_and_the_loop_lands_them(make, monkeypatch):
         edits = (TableEdit(0, 0, 1, (5,)),) if place == 8 else ()
         tokens = []
         for runner in (plain, aside):
-            masks = Masks([(0, None)], lambda *_, there=there: there)
+            masks = Masks([(0, None)], lambda *_, there=there: there, told.append)
             first = np.full(1, 3, dtype=np.int32)
             step = StepInput(step_id=place, slices=Decodes(slots, first, place - 3), masks=masks, edits=edits)
             flight = runner.launch(step)
@@ -295,6 +295,7 @@ def test_steps_in_grammars_repeat_and_the_loop_lands_them(make, monkeypatch):
             tokens.append(landed(flight).slices[0].tokens)
         assert tokens[0] == tokens[1]
     assert begins == [3, 8]
+    assert told == [True] * 8, "this device has always done what it was given: it waits for each choice"
     assert set(threads[:7]) == {threading.get_ident()} != {threads[7]}
     assert torch.equal(aside.rows.tokens[0, :12], plain.rows.tokens[0, :12])
     (without,) = decodes((0,), [11], 1)
