@@ -327,6 +327,13 @@ def test_help_shows_what_means_something_to_a_command(command, own, hidden, caps
     assert read("--port", "1").server.port == 1
 
 
+def test_a_plan_without_room_for_an_answer_says_so(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+
+    assert main(["plan", str(tmp_path), "--device", "cpu", "--max-model-len", "1"]) == 0
+    assert "1 token, which leaves no room" in capsys.readouterr().out
+
+
 def test_a_plan_of_an_unknown_architecture_says_what_serve_does(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"architectures": ["NewForCausalLM"]}))
 

@@ -223,6 +223,23 @@ def test_a_cache_folder_that_cannot_be_made_says_what_it_is_for_and_how_to_choos
         resolve("pypi:no-such-pkg", cache_dir="/proc/nope")
 
 
+def test_a_notebook_without_widgets_is_not_warned_of_them():
+    """The first thing that was seen was a warning of tqdm's; it is there without our filter, and not with it."""
+    code = """
+import sys, types, warnings
+warnings.simplefilter("always")
+sys.modules["ipykernel.zmqshell"] = sys.modules["IPython"] = shell = types.ModuleType("IPython")
+shell.get_ipython, sys.modules["ipywidgets"] = lambda: shell, None
+from tinyserve.checkpoint.bars import bar_class
+print(bar_class() if sys.argv[1:] else __import__("tqdm.auto"))
+"""
+    said = [
+        subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120)
+        for argv in ([], ["ours"])
+    ]
+    assert "IProgress not found" in said[0].stderr and "tqdm" in said[1].stdout and not said[1].stderr
+
+
 def test_pip_is_asked_for_wheels_only_and_no_dependencies(tmp_path, monkeypatch):
     seen = []
 

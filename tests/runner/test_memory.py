@@ -99,3 +99,5 @@ def test_a_share_of_a_machine_holds_weights_and_cache(free, share, held, to_come
 def test_too_little_on_a_cpu_names_the_option_that_counts_there():
     with pytest.raises(ConfigError, match="Raise --kv-cache-memory-bytes, or free"):
         plan_cache(ask(cpu=True), -7)
+    with pytest.raises(ConfigError, match="Raise --gpu-memory-utilization or"):
+        plan_cache(ask(cpu=True, utilization=0.001), -7)

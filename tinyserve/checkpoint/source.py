@@ -30,6 +30,7 @@ from attrs import evolve, field, frozen
 
 from ..config import cache_folder
 from ..errors import CheckpointError
+from .bars import bar_class
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
 
@@ -201,8 +202,8 @@ def _from_hub(
     name: str, quant: str, revision: str | None, cache_dir: str | Path | None, *, offline: bool, progress: bool
 ) -> Path:
     """Fetch a hub repository's model files (not its .bin, .pt or .onnx copies) and return their folder."""
+    tqdm = bar_class()
     import huggingface_hub
-    from tqdm.auto import tqdm
 
     class Silent(tqdm):
         """A progress bar that draws nothing."""

@@ -170,7 +170,8 @@ def _cache_lines(facts: Facts, config: EngineConfig, device: Any, memory: Any) -
     tokens = (plan.num_blocks - 1) * plan.block_size // max(len(groups), 1)
     cut = f" (cut from {facts.max_model_len})" if plan.fitted else ""
     yield "KV cache", f"{format_bytes(plan.cache_bytes)}: {plan.num_blocks} blocks, at least {tokens} tokens"
-    yield "context", f"{plan.max_model_len} tokens{cut}"
+    length = plan.max_model_len
+    yield "context", f"{length} tokens{cut}" if length > 1 else "1 token, which leaves no room for an answer"
     each = max(blocks_per_sequence(request, plan.max_model_len), 1)
     yield "at full context", f"{(plan.num_blocks - 1) / each:.1f} requests at the same time"
     yield "not counted", "activations of the largest step and device graphs, which only a run can measure"

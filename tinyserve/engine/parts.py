@@ -360,8 +360,9 @@ def choose_parsing(config: EngineConfig, tokenizer: Any) -> Parsing:
 @contextmanager
 def _bar(show: bool, check: Callable[[], None]) -> Iterator[Callable[[int, int], None]]:
     """What is told of each tensor that was read: draws a progress bar if that is wanted, and calls `check`."""
-    from tqdm.auto import tqdm
+    from ..checkpoint.bars import bar_class
 
+    tqdm = bar_class()
     if not show or not drawable(tqdm):
         yield lambda _done, _total: check()
         return

@@ -58,7 +58,7 @@ class Progress:
             bar.close()
 
     def _bar(self) -> Any:
-        from tqdm.auto import tqdm
+        from ..checkpoint.bars import bar_class
 
-        make = self._use if callable(self._use) else tqdm
+        make = self._use if callable(self._use) else bar_class()
         return make(total=self._total, desc="Prompts", dynamic_ncols=True)

@@ -23,6 +23,7 @@ from ..kv.groups import KVGroup
 
 GIB = 1 << 30
 CPU_KV_SHARE = 0.25  # of the free memory: a laptop also runs a browser
+USUAL_SHARE = 0.92  # as of --gpu-memory-utilization
 RESERVE_BYTES = 256 << 20  # left for the allocator's rounding and for libraries that allocate late
 
 
@@ -82,7 +83,7 @@ class CacheRequest:
     max_model_len: int
     max_num_seqs: int
     max_step_tokens: int
-    utilization: float = 0.92
+    utilization: float = USUAL_SHARE
     cache_bytes: int | None = None
     num_blocks: int | None = None
     fit: bool = True
@@ -91,7 +92,8 @@ class CacheRequest:
     @property
     def cure(self) -> str:
         """Which options give the cache more."""
-        return "--kv-cache-memory-bytes" if self.cpu else "--gpu-memory-utilization or --kv-cache-memory-bytes"
+        quarter = self.cpu and self.utilization >= USUAL_SHARE  # which no share makes more
+        return "--kv-cache-memory-bytes" if quarter else "--gpu-memory-utilization or --kv-cache-memory-bytes"
 
 
 def blocks_per_sequence(request: CacheRequest, length: int) -> int:
