@@ -1,17 +1,21 @@
 """replicas.py: masks of other processes are bit for bit the loop's, and nothing waits for them for long."""
 
+import contextlib
 import os
+import pickle
 import random
 import signal
+import socket
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.scripted import EOT, VOCAB
 from tinyserve.grammar import replicas as module
-from tinyserve.grammar.board import ORDERED
-from tinyserve.grammar.crew import Facts
+from tinyserve.grammar.board import ASK, LONGEST, ORDERED, Board
+from tinyserve.grammar.crew import Crew, Facts
 from tinyserve.grammar.mask import MaskPool
 from tinyserve.grammar.replicas import Replicas
 from tinyserve.runner.workers import Workers
@@ -109,7 +113,8 @@ def lab(monkeypatch, request):
 
 def test_masks_of_workers_are_the_loops(lab):
     """20 answers of 5 grammars with thoughts, stop ids and least lengths, 150 steps in which some end, begin, go back,
-    leave for a while (preempted) or swap rows: every mask of every step equals the loop's, most are a worker's."""
+    leave for a while (preempted) to stand before others or behind them, or swap rows: every mask of every step equals
+    the loop's, most are a worker's."""
     lab.add(20)
     made = steps = 0
     for number in range(150):
@@ -126,8 +131,71 @@ def test_masks_of_workers_are_the_loops(lab):
             for _ in range(12):
                 lab.step()
                 lab.go_on()
-            lab.rows = lab.rows + away
+            lab.rows = away + lab.rows[2:] if number % 2 else lab.rows[2:] + away
+            lab.add(2)  # who come when they come back
     assert made > steps / 2, (made, steps)
+
+
+class Hands:
+    """In place of a crew: takes orders, and does nothing."""
+
+    direct = True
+
+    def __init__(self, *_):
+        self.board, self.orders = Board(2, 12, 4), []
+
+    def __len__(self):
+        return 2
+
+    def born(self, index):
+        return 1
+
+    def order(self, index, message):
+        self.orders.append(message)
+        return True
+
+    def wake(self):
+        pass
+
+
+def test_answers_that_nobody_can_follow_take_no_places(monkeypatch):
+    """20 whose messages are too long stand before 4 others: all 16 places of a step were theirs, in every step, and
+    masks that a worker had made there counted no more."""
+    monkeypatch.setattr(module, "Crew", Hands)
+    monkeypatch.setattr(module, "FEWEST", 1)
+    monkeypatch.setattr(module, "STEP_SECONDS", 1e9)
+    found = Replicas(2, None)
+    found._wanted = True
+    long, short = "x" * LONGEST, "x"
+    rows = [
+        (row, SimpleNamespace(replica=None, described=lambda *_, text=text: (text, ())))
+        for row, text in enumerate([long] * 20 + [short] * 4)
+    ]
+
+    found.follow(rows)
+
+    assert [match.replica is None for _, match in rows] == [True] * 20 + [False] * 4
+    assert sorted(match.replica.place for _, match in rows[20:]) == [0, 1, 2, 3] and len(found._crew.orders) == 4
+    os.close(found._crew.board.file)
+
+
+def test_a_worker_that_reads_no_answer_is_ended(monkeypatch):
+    """It waited for the ids of a text for ever, and was never started again."""
+    crew, ended = Crew(1, SimpleNamespace(tokenizer=TOKENIZER)), []
+    hand, (mine, theirs) = crew._hands[0], socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.setblocking(False)
+    hand.link, hand.process = mine, SimpleNamespace(kill=lambda: ended.append(True))
+    theirs.send(ASK + b"a")
+    crew._hear(hand, None)
+    assert pickle.loads(theirs.recv(LONGEST)) == ("ids", TOKENIZER.encode("a")) and not ended
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            mine.send(b"x" * 1000)
+    theirs.send(ASK + b"a")
+    crew._hear(hand, None)
+    assert ended
+    for end in (mine, theirs, crew._bell, crew._ear):
+        end.close()
 
 
 def test_rows_beyond_the_places_are_the_loops(lab):
@@ -212,7 +280,6 @@ def test_no_process_is_started_before_it_is_of_use(monkeypatch):
 
 def test_no_mask_of_an_earlier_generation_is_taken():
     """A word that a worker may still write: of another answer at that place, or of tokens that were taken back."""
-    from tinyserve.grammar.board import Board
     from tinyserve.grammar.replicas import Replica
 
     board = Board(2, 3, 4)

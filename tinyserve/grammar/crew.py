@@ -182,8 +182,10 @@ class Crew:
             hand.ready = True
         elif message.startswith(ASK):
             ids = self._facts.tokenizer.encode(message[1:].decode("utf-8", "surrogatepass"), add_special_tokens=False)
-            with contextlib.suppress(OSError):
+            try:
                 hand.link.send(pickle.dumps(("ids", list(ids))))
+            except OSError:  # it has not read for long, and would wait for this for ever
+                hand.process.kill()
         else:
             links.unregister(hand.link)
             hand.ready = False

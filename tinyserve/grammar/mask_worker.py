@@ -149,8 +149,11 @@ class Worker:
         return self._later.popleft() if self._later else self._read(self._messages.get())
 
     def _ask(self, text: str) -> list[int]:
-        """Ids of a text, from the loop's process."""
-        self._link.send(ASK + text.encode("utf-8", "surrogatepass"))
+        """Ids of a text, from the loop's process. Raises: ValueError: it is too long for a message."""
+        asked = ASK + text.encode("utf-8", "surrogatepass")
+        if len(asked) > LONGEST:
+            raise ValueError("a text is too long")
+        self._link.send(asked)
         while True:
             order = self._read(self._messages.get())
             if order is not None and order[0] == "ids":

@@ -182,11 +182,12 @@ class Matcher:
                 self.advance(token)
         return self._words
 
-    def described(self, tokens: int, size: int) -> tuple[Any, ...] | None:
+    def described(self, tokens: int, size: int, characters: int) -> tuple[Any, ...] | None:
         """The grammar's text, and the last four arguments of a matcher that stands where this one does.
 
-        None: it has more tokens, or its grammar more bytes."""
+        None: it has more tokens, or its grammar more bytes, or its text more characters."""
         usual = self._words is not None and self._patience.short and self._grammar.bytes <= size
+        usual = usual and len(self._grammar.text) <= characters
         if not usual or len(self._log) > tokens or self.error is not None:
             return None
         return self._grammar.text, (self._wanted, self._ends.ids, self._ends.least, [entry[2] for entry in self._log])

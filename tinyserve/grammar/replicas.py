@@ -236,6 +236,8 @@ class Replicas:
 
     def _gather(self, every: Rows, board: Board) -> None:
         """Find the replicas of these, and begin some that are not there."""
+        have = [matcher.replica.place for _, matcher in every if matcher.replica is not None and matcher.replica.live]
+        self._used[have] = self._turn  # who was away for long, and comes back, still has its place
         free = self._used < self._turn - FORGOTTEN
         free &= np.resize(np.array(self._born) > 0, len(free))
         left = np.flatnonzero(free)[:OPENED].tolist()[::-1]
@@ -258,18 +260,20 @@ class Replicas:
 
     def _open(self, matcher: Matcher, board: Board, left: list[int]) -> bool:
         """Have a process follow an answer at the last place of `left`. False: it is none that can be followed."""
-        described = matcher.described(MOST_TOKENS, MOST_BYTES)
+        described = matcher.described(MOST_TOKENS, MOST_BYTES, LONGEST // 2)
         if described is None:
             return False
-        place = left.pop()
+        place, word = left[-1], self._generation + 1 << 32
         worker, cell = place % board.workers, board.cell(place)
-        self._generation += 1
-        word = self._generation << 32
         message = pickle.dumps(("open", cell - worker * board.cells, place, word, *described))
+        if len(message) > LONGEST:
+            return False
+        left.pop()
+        self._generation += 1
         if (before := self._holders[place]) is not None:
             before.live = False
         replica = Replica(board, place, word)
-        if len(message) > LONGEST or not self._crew.order(worker, message):
+        if not self._crew.order(worker, message):
             replica.live = False
             return False
         self._late[cell] = False
