@@ -4,7 +4,7 @@ A start spends its first seconds importing torch and making the device's context
 wait for something to do. How tokens are drawn depends on the vocabulary and the type of the logits alone, and the
 kernel for it is the one that compiles longest; attention depends on the heads and on the cache's pages. So the
 launchers run with shadows of tensors, which have a shape, a type and an address that is a multiple of 16, and `noting`
-writes down what they would launch: 33 of the 74 variants of Qwen3-0.6B, and more than half of the time.
+writes down what they would launch: 31 variants of Qwen3-0.6B, nearly half of all, and more than half of the time.
 
 Before: early.py, kernels/sample.py, top_tokens.py and attention_*.py.  After: foundry.py, whose workers compile it.
 """
