@@ -77,7 +77,7 @@ class CacheOptions:
 
     block_size: int | None = option(None, "tokens in a block [64 on a GPU, 32 on the CPU]", low=1, high=256)
     gpu_memory_utilization: float = option(
-        0.92, "most of the device's, or machine's, memory for weights and cache, as a share", above=0.0, high=1.0
+        0.92, "share of the device's (or machine's) memory that weights and cache may take", above=0.0, high=1.0
     )
     kv_cache_memory_bytes: int | None = option(
         None, "memory for KV blocks, e.g. 2GiB [the rest of that; on a CPU at most a quarter of what is free]", low=1

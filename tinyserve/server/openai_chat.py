@@ -79,7 +79,7 @@ async def chat_completions(request: Request, service: Service) -> Generation:
     fields = await read_body(request, options, CHAT)
     model = service.model_name(fields.text("model"))
     stream = read_stream(fields, service)
-    decided = _decided(fields, engine.default_sampling)
+    decided = _decided(fields, engine.default_sampling, service.config.model.max_logprobs)
     beam = read_beam(fields, decided["max_tokens"] or engine.max_model_len)
     alone = {"n": 1} if beam else {}
     sampling = read_sampling(fields, engine.default_sampling, stream=stream.stream, **decided, **alone)
@@ -188,7 +188,7 @@ def effort_variables(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
 
 
-def _decided(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _decided(fields: Fields, defaults: Mapping[str, Any], most_logprobs: int) -> dict[str, Any]:
     most = fields.integer("max_completion_tokens", fields.integer("max_tokens", defaults.get("max_tokens")))
     if most is not None and most < 1:
         name = "max_completion_tokens" if fields.given("max_completion_tokens") else "max_tokens"
@@ -199,6 +199,8 @@ def _decided(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
         fields.refuse("top_logprobs", "needs logprobs: true.")
     if top < -1:
         fields.refuse("top_logprobs", f"must be -1 or more, got {top}.")
+    if top > most_logprobs != -1:
+        fields.refuse("top_logprobs", f"must be at most {most_logprobs} (--max-logprobs), got {top}.")
     return {"max_tokens": most, "logprobs": top if asked else None}
 
 
