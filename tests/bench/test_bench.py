@@ -150,6 +150,22 @@ def test_a_signal_ends_a_measurement_with_the_runs_that_are_over(over, capsys):
     assert f"stopped in run {over + 1} of 5, after {over} of 5 runs" in capsys.readouterr().err
 
 
+def test_starts_that_are_interrupted_leave_their_figures(monkeypatch, capsys):
+    """Two starts of five, then Ctrl-C; before the first there is nothing to show."""
+    told = iter([[1.0, 2.0, 3.0], [1.5, 2.5, 3.5]])
+
+    def started(cold, argv):
+        if (one := next(told, None)) is None:
+            raise KeyboardInterrupt
+        return one
+
+    monkeypatch.setattr("tinyserve.bench.command._started", started)
+    assert main(["bench", "startup", "m", "--runs", "5"]) == 130
+    said = capsys.readouterr()
+    assert "run 2 of 5: 3.5 s" in said.err and "[3.0, 3.5]" in said.out
+    assert main(["bench", "startup", "m", "--runs", "5"]) == 130 and not capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["latency", "throughput", "startup"])
 def test_the_help_of_a_measurement_names_the_model_and_every_default(kind, capsys):
     with pytest.raises(SystemExit):

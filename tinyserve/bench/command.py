@@ -31,7 +31,7 @@ from ..config import EngineConfig, environment
 from ..errors import ConfigError
 from .figures import check_writable, percentiles
 from .measure import Measured, Work, measure
-from .progress import Progress
+from .progress import Progress, tell
 from .prompts import RANDOM_IDS, most, only_ids, read_prompts, size
 
 OF_SERVE = (
@@ -135,26 +135,44 @@ def startup(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     Returns: besides, when the engine began (Python and its imports come before) and when it was ready.
     """
-    found = []
-    for _ in range(max(options.runs, 1)):
-        with tempfile.TemporaryDirectory() as empty:
-            variables = environment(TRITON_CACHE_DIR=empty) if options.cold else None
-            began = time.monotonic()
-            command = [sys.executable, "-m", "tinyserve", "bench", "first-token", *argv]
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
-            lines = [line for line in child.stdout if line.startswith(FIRST)]
-            if child.wait() or not lines:
-                raise ConfigError("the engine did not start; its own message stands above.")
-            found.append([float(one) - began for one in lines[-1].removeprefix(FIRST).split()])
+    found, runs, stopped = [], max(options.runs, 1), False
+    try:
+        while len(found) < runs:
+            found.append(_started(options.cold, argv))
+            tell(f"run {len(found)} of {runs}: {found[-1][-1]:.1f} s")
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        stopped = True
     begins, ready, first = zip(*found, strict=True)
     return {
         "runs": len(found),
+        **({"stopped": True} if stopped else {}),
         "kernel_cache": "empty" if options.cold else "as it was",
         "engine_begins_s": percentiles(begins),
         "ready_s": percentiles(ready),
         "first_token_s": percentiles(first),
         "each_s": [round(one, 2) for one in first],
     }
+
+
+def _started(cold: bool, argv: Sequence[str]) -> list[float]:
+    """Start one process; seconds until its engine begins, is ready and has a token. Raises: ConfigError: it failed."""
+    with tempfile.TemporaryDirectory() as empty:
+        variables = environment(TRITON_CACHE_DIR=empty) if cold else None
+        began = time.monotonic()
+        command = [sys.executable, "-m", "tinyserve", "bench", "first-token", *argv]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+        try:
+            lines = [line for line in child.stdout if line.startswith(FIRST)]
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.kill()
+            child.wait()
+            raise
+    if code or not lines:
+        raise ConfigError("the engine did not start; its own message stands above.")
+    return [float(one) - began for one in lines[-1].removeprefix(FIRST).split()]
 
 
 async def first_token(config: EngineConfig) -> None:

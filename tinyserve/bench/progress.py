@@ -53,7 +53,7 @@ class Progress:
     async def all(self, once: Callable[[], Awaitable[Measured]]) -> None:
         """Do every run, warm-ups first."""
         warm = f"{self._warmup} warm-up{'s' * (self._warmup != 1)} and " if self._warmup else ""
-        _tell(
+        tell(
             f"measuring: {warm}{self._runs} run{'s' * (self._runs != 1)}, each of {self._requests} "
             f"request{'s' * (self._requests != 1)} with {self._tokens} tokens; Ctrl-C shows what was measured so far"
         )
@@ -69,7 +69,7 @@ class Progress:
             if kind == "run":
                 self.runs.append(found)
             left = found.seconds * (len(names) - done)
-            _tell(f"{self._name}: {found.seconds:.1f} s" + (f", about {left:.0f} s left" if left else ""))
+            tell(f"{self._name}: {found.seconds:.1f} s" + (f", about {left:.0f} s left" if left else ""))
 
     async def stopped_by_signals(self, work: Coroutine[Any, Any, None]) -> bool:
         """Wait for it. Returns: whether SIGTERM or Ctrl-C ended it. Raises: CancelledError: before a run was over."""
@@ -77,7 +77,7 @@ class Progress:
             with sigterm_cancels():
                 await work
         except asyncio.CancelledError:
-            _tell(f"stopped in {self._name}, after {len(self.runs)} of {self._runs} runs")
+            tell(f"stopped in {self._name}, after {len(self.runs)} of {self._runs} runs")
             if not self.runs:
                 raise
             asyncio.current_task().uncancel()
@@ -88,8 +88,9 @@ class Progress:
         while True:
             await asyncio.sleep(EVERY)
             after = time.monotonic() - self._began
-            _tell(f"{self._name}: {self._answers} of {self._requests} requests answered after {after:.0f} s")
+            tell(f"{self._name}: {self._answers} of {self._requests} requests answered after {after:.0f} s")
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """Write a line to stderr."""
     print(line, file=sys.stderr, flush=True)
