@@ -30,9 +30,10 @@ from typing import Any
 
 from .board import ASK, ASLEEP, LONGEST, MASKS, NANOSECONDS, NUMBER, READY, RING, WAKE, Board
 from .compile import Grammars
+from .deep import with_stack
 from .mask import write_mask
 from .matcher import Matcher
-from .trial import PARENT_STACK, compiled, with_stack
+from .trial import PARENT_STACK, compiled
 
 IDLE_SECONDS = 0.02
 SWITCH_SECONDS = 1e-4  # who waits for messages gets its turn while tokens are watched
@@ -180,7 +181,7 @@ class Worker:
         found = self._kept.get(text)
         if found is None:
             tokens = self._grammars.library()
-            found = self._kept[text] = with_stack(PARENT_STACK, lambda: compiled(tokens, text))
+            found = self._kept[text] = compiled(tokens, text)
             found.compute_bitmask()
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
@@ -220,5 +221,9 @@ def serve() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     board = Board(workers, rows, width, file)
     worker = Worker(board, index, socket.socket(fileno=link))
-    worker.begin(f"/proc/self/fd/{words}")
-    worker.run()
+
+    def work() -> None:
+        worker.begin(f"/proc/self/fd/{words}")
+        worker.run()
+
+    with_stack(PARENT_STACK, work)  # grammars are nested deeply; a thread for each might never begin
