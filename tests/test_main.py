@@ -1,5 +1,6 @@
 """The commands: where options come from, how mistakes are answered, the chat client, and a server's whole life."""
 
+import io
 import json
 import os
 import re
@@ -447,6 +448,15 @@ def test_complete(server, capsys):
 
     assert main(["complete", "--url", url, "--api-key", "k", "-q", "x", "--max-tokens", "1"]) == 0
     assert capsys.readouterr().out == "P\n"
+
+
+def test_nothing_to_complete_is_told(server, monkeypatch, capsys):
+    """It ended without a word."""
+    _, url = server
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+
+    assert main(["complete", "--url", url, "--api-key", "k"]) == 0
+    assert "no text came in" in capsys.readouterr().err
 
 
 def test_a_wrong_key_is_explained(server, capsys):

@@ -170,11 +170,14 @@ def run_complete(argv: Sequence[str]) -> int:
     parser.add_argument("text", nargs="?", help="continue this and leave")
     options = parser.parse_args(argv)
     client = _client(options)
-    text = options.quick if options.quick is not None else options.text
+    text, asked = options.quick if options.quick is not None else options.text, False
     for prompt in [text] if text is not None else _lines("\ncontinue> "):
         if prompt == "/exit":
             break
+        asked = True
         _show(choice.get("text") for choice in _choices(client, "completions", {"prompt": prompt, **_limits(options)}))
+    if not asked and not (sys.stdin and sys.stdin.isatty()):
+        print("tinyserve: no text came in: give one, or a line for each on standard input", file=sys.stderr)
     return 0
 
 
