@@ -76,7 +76,7 @@ _CONVERSATION = [
 
 BODY = Body("MessageRequest", [
     *_CONVERSATION,
-    Param("max_tokens", integer(1, 2**31 - 1), "Most tokens of the answer.", required=True),
+    Param("max_tokens", integer(1, 2**31 - 1), "Most tokens of the answer; the context may end it.", required=True),
     Param("stop_sequences", listed(text(), "a list of strings"), "Texts that end the answer."),
     Param("stream", flag(), "Send the answer as events.", False),
     sampled("temperature", "0 takes the most likely token each time."),

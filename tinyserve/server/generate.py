@@ -36,7 +36,7 @@ BODY = Body("GenerateRequest", [
           "The prompt.", required=True),
     Param("sampling_params", inside(
         *(param for param in SAMPLING if param.name not in _NOT_PARAMETERS),
-        Param("max_tokens", integer(0, 2**31 - 1), "Most tokens of an answer.", 16),
+        Param("max_tokens", integer(0, 2**31 - 1), "Most tokens of an answer; the context may end it before.", 16),
         Param("logprobs", integer(-1), "Report log-probabilities, with so many alternatives; -1: all."),
         Param("detokenize", flag(), "false makes no text, whatever output_mode says.", True),
         STREAMING[2],

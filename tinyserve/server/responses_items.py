@@ -49,7 +49,7 @@ BODY = Body("ResponseRequest", [
           "A text, or items of type message, function_call, function_call_output and reasoning.", required=True),
     Param("instructions", text(), "A system message in front; not kept for a later previous_response_id."),
     Param("previous_response_id", text(), "Go on after this stored response."),
-    Param("max_output_tokens", integer(), "Most tokens of the answer; default: the rest of the context."),
+    Param("max_output_tokens", integer(), "Most tokens of the answer; default, and at most: the rest of the context."),
     *PENALTIES,
     Param("stop", either(text(), listed(text()), expected="a string or a list of strings"),
           "Texts that end the answer."),
