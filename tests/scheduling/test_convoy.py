@@ -128,6 +128,19 @@ def test_whoever_asks_in_between_hears_the_truth():
     assert lab.run()["a"].tokens == lab.right(made)
 
 
+def test_whoever_asks_for_one_that_waits_disturbs_nobody():
+    """Each stream that waits and wants to tell its progress asks ten times a second; for each, the others went alone."""
+    lab = Lab(depth=2, max_num_seqs=2)
+    for name in ("a", "b", "c"):
+        lab.add(name, prompt=5, max_tokens=30)
+    for _ in range(9):
+        lab.step()
+
+    assert lab.scheduler.progress("c") == (0, 0, 5) and lab.scheduler.progress("d") is None
+    assert lab.scheduler._tenants.convoy is not None
+    assert lab.scheduler.progress("a")[0] == 5 and lab.scheduler._tenants.convoy is None
+
+
 class Narrowed(Unconstrained):
     """A grammar that allows everything, and wants its masks nevertheless."""
 

@@ -116,8 +116,9 @@ class Scheduler:
 
     def progress(self, request_id: str) -> tuple[int, int, int] | None:
         """See Sequence.progress; None when it has ended, too."""
-        self._tenants.break_up()
         seq = self._sequences.get(request_id)
+        if seq is not None and seq.state is State.RUNNING:  # hundreds that wait may be asked for again and again
+            self._tenants.break_up()
         return seq and seq.progress()
 
     def add(self, request: Request) -> None:
