@@ -129,7 +129,7 @@ def test_whoever_asks_in_between_hears_the_truth():
 
 
 def test_whoever_asks_for_one_that_waits_disturbs_nobody():
-    """Each stream that waits and wants to tell its progress asks ten times a second; for each, the others went alone."""
+    """Each waiting stream that tells its progress asks ten times a second; each time, the others went alone."""
     lab = Lab(depth=2, max_num_seqs=2)
     for name in ("a", "b", "c"):
         lab.add(name, prompt=5, max_tokens=30)
