@@ -1,5 +1,6 @@
 """The list of parts: against its reference, and that it holds every key once, in a grid as large as was promised."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,7 @@ def step(lengths, queries, device):
     """Lengths, starts of sequences of 1 to `queries` tokens, and block tables that say where they are read."""
     own = [min(length, 1 + number % queries) for number, length in enumerate(lengths)]
     starts = torch.tensor([0, *own], dtype=torch.int32).cumsum(0).to(torch.int32)
-    tables = torch.arange(len(lengths), dtype=torch.int32)[:, None] * 1000 + torch.arange(320, dtype=torch.int32)
+    tables = torch.arange(len(lengths), dtype=torch.int32)[:, None] * 1000 + torch.arange(1300, dtype=torch.int32)
     return torch.tensor(lengths, dtype=torch.int32).to(device), starts.to(device), tables.to(device)
 
 
@@ -47,6 +48,22 @@ def test_parts_are_as_small_as_the_grid_allows(device, lengths):
     cut = module.make_cut(len(lengths), 1, 33, invariant=False)
     assert cut.parts == (32 if len(lengths) <= 16 else 49)
     check_same(lengths, cut, 64, 64, device)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_crowd_is_its_reference(device, seed):
+    """2 to 300 sequences, padding of length 0 among them, all alike, or one of 20,000; any window, tile and grid."""
+    draw = random.Random(seed)
+    count = draw.choice([2, 3, 7, 16, 17, 31, 64, 257, 300])
+    lengths = [draw.choice([0, draw.randint(0, 130), draw.randint(0, 5000)]) for _ in range(count)]
+    if seed % 4 == 1:
+        lengths = [draw.randint(1, 4000)] * count
+    elif seed % 4 == 2:
+        lengths[draw.randrange(count)] = 20_000
+    window, queries = draw.choice([0, 1, 700, 4096]), draw.choice([1, 4, 16])
+    heads, programs = draw.choice([1, 8]), draw.choice([3, 33, 264])
+    cut = module.make_cut(count, heads, programs, invariant=False, window=window, queries=queries)
+    check_same(lengths, cut, draw.choice([16, 64]), draw.choice([16, 128]), device)
 
 
 @settings(max_examples=60, deadline=None)
