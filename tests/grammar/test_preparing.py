@@ -11,12 +11,14 @@ from typing import Annotated, Literal
 import jsonschema
 import pydantic
 import pytest
+from llguidance import LLMatcher
 
 from tests.scripted import EOS, VOCAB
 from tinyserve.errors import RequestError
 from tinyserve.grammar import asked, compile, schema
 from tinyserve.grammar.compile import Grammars
 from tinyserve.grammar.keywords import check_words
+from tinyserve.grammar.names import check_names
 from tinyserve.grammar.numbers import Wrong
 from tinyserve.grammar.places import Document, pointer
 from tinyserve.grammar.regexes import check_repeats
@@ -25,6 +27,8 @@ from tinyserve.runner.workers import Workers
 from tinyserve.structured import StructuredOutputsParams
 
 from .harness import GRAMMARS, TOKENIZER, takes
+
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 def fault(value, **form) -> str:
@@ -164,7 +168,7 @@ def test_remarks_stay_remarks_where_schemas_have_names():
     assert "uniqueItems" in fault(kept)
 
 
-@pytest.mark.parametrize("name", ["", "#", "/", ".", "json-schema:///", "http://json-schema.invalid/"])
+@pytest.mark.parametrize("name", ["", "#", "/", ".", "json-schema:///", "JSON-SCHEMA:///", "json-schema:/x/.."])
 def test_no_schema_has_the_name_of_another(name):
     """One inside with the name of the whole took its place without a word: the answer to this was a bare integer."""
     inner = {"type": "integer", "$id": name}
@@ -185,6 +189,74 @@ def test_names_are_compared_as_the_library_resolves_them():
         root = {"$id": "http://h/r", "type": "object", "properties": {"z": inner}, "required": ["z"]}
         assert takes('{"z": 5}', json=root), name
     assert takes('{"$id": "x"}', json={"type": "object", "properties": {"$id": {"const": "x"}, "id": {"$id": "y"}}})
+
+
+@pytest.mark.parametrize("where", ["properties", "patternProperties", "$defs", "dependentSchemas", "dependencies"])
+def test_a_property_may_be_called_as_a_word_is(where):
+    """What is called "const" or "title" there was taken for a remark, and its $id was not looked at."""
+    for called in ("const", "enum", "default", "examples", "title", "description", "$comment"):
+        schema = {"type": "object", where: {called: {"type": "integer", "$id": ""}}}
+        assert f"at #/{where}/{called}: $id" in fault(schema), called
+    named = {"type": "object", "properties": {"const": {"$id": "http://h/a", "const": 5}}, "required": ["const"]}
+    assert takes('{"const": 5}', json=named)
+
+
+@pytest.mark.parametrize(
+    ("whole", "inner"),
+    [
+        *(("http://h/r", f"http://h/{way}") for way in ("x/../r", "./r", "x/y/../../r", "../r", "x/%2e%2E/r")),
+        *(("http://h/r", "http:" + way) for way in ("//H:80/r", "//h:/r", "//h/r#")),
+        *(("custom://h/r", name) for name in ("r", "custom://h/x/../r", "Custom://H/r", "/r", "//h/r", "")),
+        *(("urn:a:r", name) for name in ("URN:a:r", "urn:a:r#", "")),
+        *(("a/b", name) for name in ("b", "../a/b", "/a/b", "json-schema:///a/b", "./x/../b")),
+        *(("http://h", name) for name in ("http://h/", "/", "x/..")),
+    ],
+)
+def test_names_are_resolved_whatever_their_scheme(whole, inner):
+    """urllib left "r" inside of custom://h/r as it is, and the dots of absolute names."""
+    schema = {"type": "object", "$id": whole, "properties": {"z": {"type": "integer", "$id": inner}}}
+    assert "at #/properties/z: $id" in fault(schema)
+    other = {"z": {"type": "integer", "$id": inner + "x"}}
+    if inner and inner[-1] not in "#./":
+        assert takes('{"z": 5}', json={**schema, "properties": other, "required": ["z"]})
+
+
+def test_names_beside_references_count_by_the_draft():
+    """Before draft 2019-09 a $ref hides the $id beside it, and "#a" is none: names inside begin further out."""
+    inner = {"$id": "http://x/", "$ref": "#/definitions/B", "definitions": {"B": {"type": "integer", "$id": "r"}}}
+    schema = {"$id": "http://h/r", "type": "object", "properties": {"a": inner}, "definitions": {"B": {}}}
+    assert "at #/properties/a/definitions/B: $id" in fault({"$schema": DRAFT_7, **schema})
+    assert "at #/properties/z: $id" in fault({"$id": "#a", "properties": {"z": {"$id": ""}}, "$schema": DRAFT_7})
+    old = {"$schema": "http://json-schema.org/draft-04/schema#", "id": "http://h/r", "type": "object"}
+    assert "at #/properties/z: id" in fault({**old, "properties": {"z": {"id": "r", "type": "integer"}}})
+
+
+def test_no_name_is_let_through_with_which_the_library_replaces_the_form():
+    """2,000 drawn names, of the whole and inside: where a bare integer may be written for the object, it is refused."""
+    draw, replaced = random.Random(5), 0
+    pieces = [
+        "http://h",
+        "HTTP://H",
+        "custom://h",
+        "json-schema:",
+        "//",
+        "urn:",
+        "a:",
+        *"///rrrx#?é% ",
+        "..",
+        ".",
+        "%72",
+    ]
+    for _ in range(2000):
+        whole, inner = ("".join(draw.choices(pieces, k=draw.choice([0, 1, 2, 3, 5]))) for _ in range(2))
+        form = {"type": "object", "$id": whole, "properties": {"title": {"type": "integer", "$id": inner}}}
+        form |= draw.choice([{}, {"$schema": DRAFT_7}])
+        match = LLMatcher(GRAMMARS.library(), LLMatcher.grammar_from_json_schema(json.dumps(form)), log_level=0)
+        if not match.is_error() and match.validate_tokens(TOKENIZER.encode("8")):
+            replaced += 1
+            with pytest.raises(Wrong, match="is the name of the whole schema, too"):
+                check_names(form)
+    assert replaced > 50
 
 
 def test_definitions_that_nothing_uses_say_nothing():

@@ -127,19 +127,29 @@ class Document:
                 raise Wrong(at(place, f"is nested more than {MAX_DEPTH} levels deep"))
             self._seen.add(id(value))
             yield place, value
-            inner = []
-            for name, held in value.items():
-                if name in DEFINITIONS and not (self._everything or self._named):
-                    continue
-                if name in WITH_SCHEMAS and isinstance(held, dict):
-                    inner += [(((place, name), key), each, depth + 1) for key, each in held.items()]
-                elif name in HOLDING or (self._everything and name not in NO_SCHEMAS):
-                    inner.append(((place, name), held, depth + 1))
-            stack += reversed(inner)
+            inner = inside(place, value, definitions=self._everything or self._named, everything=self._everything)
+            stack += [(there, held, depth + 1) for there, held in reversed(inner)]
 
     def _is_known(self, part: Schema) -> bool:
         reference = part.get("$ref")
         return not isinstance(reference, str) or _way(reference) is not None
+
+
+def inside(place: Place, part: Schema, *, definitions: bool, everything: bool) -> list[tuple[Place, Any]]:
+    """What stands under the words of a schema: schemas and lists of them, each with its place.
+
+    Args: definitions: those as well.   everything: also what stands under words that JSON Schema does not know.
+    """
+    found: list[tuple[Place, Any]] = []
+    maps = (*WITH_SCHEMAS, "dependencies") if everything else WITH_SCHEMAS
+    for name, held in part.items():
+        if name in DEFINITIONS and not definitions:
+            continue
+        if name in maps and isinstance(held, dict):  # its names are no words: a property may be called "const"
+            found += [(((place, name), key), each) for key, each in held.items()]
+        elif name in HOLDING or (everything and name not in NO_SCHEMAS):
+            found.append(((place, name), held))
+    return found
 
 
 def _has_name(part: Schema) -> bool:
