@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.cases.lag import watched
-from tinyserve.errors import RequestError
+from tinyserve.errors import Overloaded, RequestError
 from tinyserve.text import fence
 from tinyserve.text.fence import Fence
 
@@ -67,7 +68,8 @@ def test_jobs_wait_for_each_other_and_a_cancelled_one_leaves_no_answer_behind():
         fenced = Fence()
         found = await asyncio.gather(*(fenced.render(job(T0, str(i))) for i in range(20)), return_exceptions=True)
         assert [text for text in found if isinstance(text, str)] == [f"<s>[user]{i}" for i in range(16)]
-        assert sum(isinstance(error, RequestError) for error in found) == 4
+        refused = [error for error in found if not isinstance(error, str)]
+        assert len(refused) == 4 and all(isinstance(error, Overloaded) and error.retry_after for error in refused)
         slow = asyncio.create_task(fenced.render(job("{% for i in range(99999) %}{{ i }}{% endfor %}")))
         await asyncio.sleep(0.01)
         slow.cancel()
@@ -75,6 +77,60 @@ def test_jobs_wait_for_each_other_and_a_cancelled_one_leaves_no_answer_behind():
         await fenced.close()
 
     asyncio.run(work())
+
+
+def test_what_fails_before_a_template_is_begun_is_not_its_fault(monkeypatch):
+    """The next one after an idle child was killed, and all where none could be started, were told to take less time."""
+
+    async def work():
+        fenced = Fence()
+        assert await fenced.render(job(T0)) == "<s>[user]Hi"
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            child = fenced._child
+            child.send_signal(number)
+            await child.wait()
+            assert await fenced.render(job(T0)) == "<s>[user]Hi" and fenced._child is not child
+        monkeypatch.setattr(fence, "SECONDS", 0)
+        stopped = fenced._child
+        stopped.send_signal(signal.SIGSTOP)  # by hand, or as a machine without memory does
+        monkeypatch.setattr(fence, "_CODE", "raise SystemExit")
+        with pytest.raises(Overloaded, match="cannot be started now"):
+            await fenced.render(job(T0))
+        assert await stopped.wait() == -signal.SIGKILL
+        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "create_subprocess_exec", no_descriptor)
+            with pytest.raises(Overloaded, match="cannot be started now"):
+                await fenced.render(job(T0))
+        assert await fenced.render(job(T0)) == "<s>[user]Hi"
+        await fenced.close()
+
+    asyncio.run(work())
+
+
+async def no_descriptor(*_, **__):
+    raise OSError(24, "Too many open files")
+
+
+def test_a_child_that_does_not_come_up_is_ended(monkeypatch):
+    """It was left behind, with its pipes."""
+    begun = []
+    begin = asyncio.create_subprocess_exec
+
+    async def noted(*command, **options):
+        begun.append(await begin(*command, **options))
+        return begun[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    monkeypatch.setattr(fence, "_CODE", "import time; time.sleep(600)")
+    monkeypatch.setattr(fence, "START_SECONDS", 0.05)
+
+    async def work():
+        with pytest.raises(Overloaded):
+            await Fence().render(job(T0))
+        return await begun[0].wait()
+
+    assert asyncio.run(work()) == -signal.SIGKILL
 
 
 def test_the_child_has_no_environment(monkeypatch):

@@ -5,7 +5,10 @@ a gigabyte, and no thread can be stopped. So a template that came with a request
 memory, few seconds and an empty environment. When it goes too far the child dies, its sender gets a 400, and the next
 such request starts another. The event loop only waits for a pipe.
 
-    parent --length, JSON job--> child: ChatTemplate(...).render(...) --length, JSON result--> parent
+    parent --length, JSON job--> child --"!" as it begins--> ChatTemplate(...).render(...) --length, JSON--> parent
+
+A child that fails before it has begun a job fails through no fault of the template: another one is started, and where
+none can be (no memory, no descriptors), the sender gets a 503, as he does where too many wait.
 
 Before: template.py.  After: engine/chat.py, for requests with `chat_template` (--trust-request-chat-template).
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import resource
 import signal
 import struct
@@ -22,12 +26,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import Overloaded, RequestError
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 5  # for one rendering
 START_SECONDS = 30.0  # for a new child, on a busy machine
 MEMORY_BYTES = 512 * 2**20  # of address space
-MAX_WAITING = 16  # requests; the next one is refused
+MAX_WAITING = 16  # requests; the next one is told to come again
+RETRY_SECONDS = 5
+_FAILED = (OSError, asyncio.IncompleteReadError, RuntimeError, MemoryError)  # TimeoutError is an OSError; no thread
 _LENGTH = struct.Struct("<Q")
 _CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tinyserve.text.fence import child; child()"
 
@@ -44,9 +52,12 @@ class Fence:
         """The text that a job gives. job: JSON with `template`, `special_tokens`, `messages` and `options`.
 
         Raises: RequestError: what the template did wrong, or that it went too far.
+            Overloaded: too many wait, or there is no child for it.
         """
         if self._waiting >= MAX_WAITING:
-            raise RequestError("Too many requests bring chat templates of their own just now.", param="chat_template")
+            raise Overloaded(
+                "Too many requests bring chat templates of their own just now. Retry later.", retry_after=RETRY_SECONDS
+            )
         self._waiting += 1
         try:
             async with self._turn:
@@ -58,17 +69,37 @@ class Fence:
         return found["text"]
 
     async def _answer(self, job: bytes) -> Mapping[str, Any]:
-        done = False
+        while True:
+            fresh = self._child is None
+            try:
+                if fresh:
+                    self._child = await _start()
+                data = await self._asked(self._child, job)
+            except _FAILED as error:
+                if fresh:
+                    logger.warning("the process that renders chat templates of requests failed: %r", error)
+                    raise Overloaded(
+                        "chat_template: the process that renders it cannot be started now. Retry later.",
+                        retry_after=RETRY_SECONDS,
+                    ) from None
+            else:
+                return await asyncio.to_thread(json.loads, data)
+
+    async def _asked(self, child: asyncio.subprocess.Process, job: bytes) -> bytes:
+        """Raises: RequestError: the job went too far.   _FAILED: the child failed before it had begun."""
+        begun = done = False
         try:
-            if self._child is None:
-                self._child = await _start()
-            self._child.stdin.write(_LENGTH.pack(len(job)) + job)
             async with asyncio.timeout(SECONDS + 1):
-                await self._child.stdin.drain()
-                (length,) = _LENGTH.unpack(await self._child.stdout.readexactly(_LENGTH.size))
-                data = await self._child.stdout.readexactly(length)
+                child.stdin.write(_LENGTH.pack(len(job)) + job)
+                await child.stdin.drain()
+                await child.stdout.readexactly(1)
+                begun = True
+                (length,) = _LENGTH.unpack(await child.stdout.readexactly(_LENGTH.size))
+                data = await child.stdout.readexactly(length)
             done = True
-        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+        except _FAILED:
+            if not begun:
+                raise
             raise RequestError(
                 f"The chat template was stopped: it took more than {SECONDS} seconds or {MEMORY_BYTES >> 20} MB.",
                 param="chat_template",
@@ -76,7 +107,7 @@ class Fence:
         finally:
             if not done:  # also when the request was cancelled: half an answer may be in the pipe
                 self._kill()
-        return await asyncio.to_thread(json.loads, data)
+        return data
 
     async def close(self) -> None:
         """End the child, whatever it does, and wait until it is gone."""
@@ -101,8 +132,13 @@ async def _start() -> asyncio.subprocess.Process:
         env={},
         limit=2**20,
     )
-    async with asyncio.timeout(START_SECONDS):
-        await started.stdout.readexactly(1)
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await started.stdout.readexactly(1)
+    except BaseException:  # also when the request was cancelled
+        with contextlib.suppress(ProcessLookupError):
+            started.kill()
+        raise
     return started
 
 
@@ -117,9 +153,12 @@ def child() -> None:
     sink.write(b"!")
     sink.flush()
     while head := source.read(_LENGTH.size):
-        job = json.loads(source.read(*_LENGTH.unpack(head)))
+        data = source.read(*_LENGTH.unpack(head))
+        sink.write(b"!")
+        sink.flush()
         signal.alarm(SECONDS)  # its default action ends the process, also inside of a long operation
         try:
+            job = json.loads(data)
             template = ChatTemplate(job["template"], special_tokens=job["special_tokens"])
             found = {"text": template.render(job["messages"], **job["options"])}
         except RequestError as error:
