@@ -210,6 +210,28 @@ async def test_an_answer_is_read_however_it_is_cut(step):
     ] * 2
 
 
+def test_tokens_without_a_text_are_an_answer():
+    """Random weights write ids that stand for nothing: "the answer was empty", and nothing was measured at all."""
+    usage = b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 9}}\n\n'
+
+    async def write(_, writer):
+        writer.write(STREAM + chunk(event("", "length") + usage + DONE) + b"0\r\n\r\n")
+
+    async def work():
+        async with answering(write) as url:
+            return await asked(url)
+
+    (found,) = asyncio.run(work())
+    assert (found.error, found.whole, found.tokens, len(found.pieces)) == (None, True, 9, 1)
+    assert found.ttft == found.latency > 0
+
+
+def test_of_nothing_no_times_are_shown():
+    """Stopped before the first answer: a median of 0.00 ms was printed."""
+    nothing = table(summary([Record(sent=1.0)], 2.0, goodput={}, points=[50]), ["ttft", "e2el"])
+    assert "Unfinished requests (stopped):            1" in nothing and "(ms)" not in nothing
+
+
 FAULTS = {
     "500: {": b'HTTP/1.1 500 No\r\nContent-Length: 13\r\n\r\n{"error": 13}',
     "503": b"HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n",

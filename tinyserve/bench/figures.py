@@ -134,13 +134,13 @@ def peaks(whole: Sequence[Record]) -> tuple[float, int]:
 
 
 def table(found: Mapping[str, Any], metrics: Sequence[str]) -> str:
-    """The figures for people: totals, then the chosen metrics."""
+    """The figures for people: totals, then the chosen metrics, if any answer came whole."""
     lines = [f"{' Serving Benchmark Result ':=^58}"]
     for name, label in TOTALS.items():
         value = found.get(name)
         if value is not None and (value or name != "unfinished"):
             lines.append(f"{label:<42}{value:<.2f}" if isinstance(value, float) else f"{label:<42}{value}")
-    for name in metrics:
+    for name in metrics if found["completed"] else ():
         short, title = METRICS[name]
         lines.append(f"{title:-^58}")
         for key, value in found.items():

@@ -121,6 +121,8 @@ async def ask(server: Server, endpoint: Endpoint, body: bytes, record: Record) -
     except Broken as error:
         record.error = str(error)
         return
+    if events.complete and not record.pieces and record.output_tokens:
+        record.pieces.append(record.ended)  # tokens without a text, as random weights write: all came with the end
     if head.status != 200:
         record.error = f"{head.status}: {events.rest()}"
     elif record.error is None and not record.pieces:
