@@ -59,7 +59,11 @@ CHAT = record(
     **HEAD,
     choices=rows(record(
         index="integer",
-        message=record(role="string", content="string?", reasoning="string?", tool_calls=rows("object")),
+        message=record(
+            role="string", content="string?", tool_calls=rows("object"),
+            reasoning=of("string?", "The thought. One that the prompt opened and nothing closed by the answer's own "
+                         "end (stop) is the content as well, whole and streamed: no answer is empty."),
+        ),
         logprobs=or_null(record(content=rows(record(
             token="string", logprob="number", bytes=rows("integer"), top_logprobs=rows("object"))))),
         **CHOICE_TAIL,
