@@ -207,10 +207,14 @@ def test_in_the_background(run):
             assert now["output"][0]["content"][0]["text"] == "abc" and service.inflight == 0
             refused(await client.get(f"{URL}/{begun['id']}?stream=true"), 400, "stream")
             streamed = numbered_events(await client.post(URL, json={"input": "x", "background": True, "stream": True}))
-            again = await client.get(f"{URL}/{streamed[0]['response']['id']}?stream=true&starting_after=4")
+            follow = f"{URL}/{streamed[0]['response']['id']}?stream=true&starting_after="
+            again = await client.get(f"{follow}4")
+            assert (await client.get(f"{follow}{len(streamed) - 1}")).text == ""  # all of them are known
+            told = refused(await client.get(f"{follow}{len(streamed)}"), 400, "starting_after")
         numbers = [json.loads(b.split("data: ")[1])["sequence_number"] for b in again.text.split("\n\n")[:-1]]
         assert streamed[-1]["type"] == "response.completed"
         assert numbers == list(range(5, len(streamed)))
+        assert f"the last one has the number {len(streamed) - 1}" in told
 
     run(go())
 

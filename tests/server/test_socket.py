@@ -455,7 +455,15 @@ def test_a_connection_whose_expectation_was_refused_is_closed(run):
             reader, writer = await connect(server)
             writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\nexpect: 200-ok\r\ncontent-length: 500\r\n\r\n")
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            assert head.startswith(b"http/1.1 417 ") and b"connection: close" in head
+            assert head.startswith(b"http/1.1 417 ") and head.count(b"connection: close") == 1
+            writer.close()
+            reader, writer = await connect(server)  # the client that waits, too: it was told twice
+            writer.write(
+                b"POST /tokenize HTTP/1.1\r\nhost: x\r\nexpect: 100-continue, foo\r\nexpect: 100-continue\r\n"
+                b"content-length: 500\r\n\r\n"
+            )
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert head.startswith(b"http/1.1 417 ") and head.count(b"connection: close") == 1
             writer.close()
 
     run(go())

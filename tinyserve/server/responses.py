@@ -137,6 +137,9 @@ async def retrieve(request: Request, service: Service) -> Any:
         return _json(kept.writer.snapshot())
     if kept.run is None or kept.run.events is None:
         raise RequestError("Only a response made with background and stream can be followed.", param="stream")
+    if after is not None and after >= (made := len(kept.run.events)):
+        last = f"the last one has the number {made - 1}" if made else "there is none yet"
+        raise RequestError(f"starting_after: this response has no event {after}; {last}.", param="starting_after")
     return Follow(kept.run, 0 if after is None else after + 1, service.config.server.sse_keep_alive_interval)
 
 

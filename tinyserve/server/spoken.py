@@ -138,7 +138,8 @@ class Spoken(H11Protocol):
     async def stream_send(self, event: StreamEvent) -> None:
         """A part of an answer."""
         if isinstance(event, Response) and self.connection.client_is_waiting_for_100_continue:
-            event = replace(event, headers=[*event.headers, (b"connection", b"close")])
+            others = [pair for pair in event.headers if pair[0].lower() != b"connection"]
+            event = replace(event, headers=[*others, (b"connection", b"close")])
         await super().stream_send(event)
 
     async def handle(self, event: Event) -> None:
