@@ -237,14 +237,17 @@ def test_a_late_worker_is_not_waited_for_again(lab, monkeypatch):
     monkeypatch.setattr(module, "LATE_SECONDS", 0.2)
     pid = lab.replicas._crew._hands[1].process.pid
     os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # else it might still make the next masks
     try:
         lab.go_on()
         lab.step()
-        monkeypatch.setattr(module, "LATE_SECONDS", 1e9)  # whoever is waited for now is waited for for ever
+        monkeypatch.setattr(module, "LATE_SECONDS", 30.0)  # whoever is waited for now is waited for for long
+        start = time.process_time()
         stopped = [row for row, (_, match) in enumerate(lab.rows) if match.replica and match.replica.place % 2]
         for _ in range(100):
             lab.go_on()
             lab.step()
+            assert time.process_time() - start < 8  # waiting is work
     finally:
         os.kill(pid, signal.SIGCONT)
     assert stopped
