@@ -1,8 +1,8 @@
 """What the engine tells about itself: Prometheus metrics, a throughput line every ten seconds, the loop's largest gap.
 
-Every engine has its own registry, so two engines in one process never mix. The engine calls one small method per
-event; nothing here reaches back. Names, labels and buckets are vLLM's behind a prefix of choice, so that dashboards
-work with `--metrics-prefix vllm:`. Every series exists from the start with the value 0. Nothing is sent anywhere.
+Every engine has its own registry, so two engines in one process never mix. The engine calls one small method per event;
+nothing here reaches back. Names, labels and buckets are vLLM's behind a prefix of choice, so that dashboards work with
+`--metrics-prefix vllm:`. Every series exists from the start with the value 0. Nothing is sent anywhere.
 
 Before: config.py.  After: engine/engine.py (calls it), server/admin.py (shows it at /metrics).
 """
@@ -61,7 +61,8 @@ COUNTERS = (
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", None, ()),
     ("prefix_cache_hits", "Tokens found there.", None, ()),
     ("corrupted_requests", "Requests ended because the model produced NaN.", None, ()),
-    ("admission_rejections", "Refused with 503.", "reason", ("queue_reqs", "queue_tokens", "queue_grammars", "paused")),
+    ("admission_rejections", "Refused with 503.", "reason",
+     ("queue_reqs", "queue_tokens", "queue_grammars", "queue_templates", "paused")),
 )  # fmt: skip
 HISTOGRAMS = (
     ("time_to_first_token_seconds", "Arrival to first token.", _TTFT),
@@ -165,7 +166,7 @@ class NoMetrics:
         """Running sequences were put back into the queue."""
 
     def rejected(self, reason: str) -> None:
-        """A request was refused with 503. reason: queue_reqs, queue_tokens, queue_grammars or paused."""
+        """A request was refused with 503. reason: one that COUNTERS has for it."""
 
     def corrupted(self) -> None:
         """A request ended because its logits held NaN."""
@@ -380,8 +381,7 @@ class _Window:
         parts = [
             f"Avg prompt throughput: {self.prompt / interval:.1f} tokens/s",
             f"Avg generation throughput: {self.generated / interval:.1f} tokens/s",
-            f"Running: {self.running} reqs",
-            f"Waiting: {self.waiting} reqs",
+            f"Running: {self.running} reqs, Waiting: {self.waiting} reqs",
             *([f"Preemptions: {self.preempted}"] if self.preempted else []),
             f"KV cache usage: {100 * self.usage:.1f}%",
             f"Prefix cache hit rate: {100 * hits / queries if queries else 0:.1f}%",

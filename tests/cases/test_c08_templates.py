@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from tests.scripted import ScriptModel
+from tinyserve.text import fence
 
 from .harness import CHAT, HI, TEXT, serving, write_tokenizer
 
@@ -75,6 +76,16 @@ async def test_an_operator_may_trust_templates_of_requests(tok):
     async with serving(ScriptModel([97]), tok, trust_request_chat_template=True) as server:
         whole, _ = await server.both(CHAT, {**HI, "chat_template": "x"})
         assert whole.usage["prompt_tokens"] == 1
+
+
+async def test_too_many_templates_at_once_are_a_503(tok, monkeypatch):
+    """It was a 400, which no client sends again: good ones that came in a crowd were lost."""
+    monkeypatch.setattr(fence, "MAX_WAITING", 0)
+    async with serving(ScriptModel([97]), tok, trust_request_chat_template=True) as server:
+        refused = await server.http.post(CHAT, json={**HI, "chat_template": "x"})
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert await server.metric("admission_rejections", reason="queue_templates") == 1
+        assert (await server.ask(CHAT, HI)).status == 200
 
 
 async def test_a_template_without_end_hurts_nobody(tok):

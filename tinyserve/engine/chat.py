@@ -15,10 +15,12 @@ from typing import Any
 
 from attrs import frozen
 
-from ..errors import RequestError
+from ..errors import Overloaded, RequestError
+from ..telemetry import NoMetrics
 from ..text.fence import Fence
 from ..text.template import ChatTemplate
 from .intake import INLINE_CHARACTERS, Intake
+from .meter import Meter
 from .parts import Parts
 
 INLINE_MESSAGES, INLINE_SECONDS = 8, 0.002  # of a conversation that is not worth a hop to a thread and back
@@ -51,9 +53,10 @@ class ChatOptions:
 class Chat:
     """Renders and tokenises conversations for one model."""
 
-    def __init__(self, parts: Parts, intake: Intake) -> None:
+    def __init__(self, parts: Parts, intake: Intake, meter: Meter | None = None) -> None:
         self._template: ChatTemplate | None = parts.template
         self._intake = intake
+        self._meter = meter or Meter(NoMetrics())
         self._special = special = parts.tokenizer.facts.special_tokens
         self._compile = lru_cache(8)(lambda text: ChatTemplate(text, special_tokens=special))
         self._fence = Fence()
@@ -78,6 +81,7 @@ class Chat:
         """Text and ids of a conversation; the options are those of ChatOptions.
 
         Raises: RequestError: the template refused the messages. ContextLengthExceeded: no room for an answer.
+            Overloaded: too many wait for a template of their own to be rendered.
         """
         chosen = ChatOptions(**options)
 
@@ -103,7 +107,12 @@ class Chat:
             "messages": messages,
             "options": _keywords(options),
         }
-        return await self._fence.render(await self._intake.off_loop(lambda: json.dumps(job).encode()))
+        data = await self._intake.off_loop(lambda: json.dumps(job).encode())
+        try:
+            return await self._fence.render(data)
+        except Overloaded:
+            self._meter.no_template()
+            raise
 
     async def close(self) -> None:
         """End the process that renders the templates of strangers, if there is one."""

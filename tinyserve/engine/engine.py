@@ -71,8 +71,8 @@ class Engine:
             parsing=parts.parsing,
         )
         self.intake = Intake(parts.tokenizer, rules, config.model.seed)
-        self.chat = Chat(parts, self.intake)
         self.meter = Meter(metrics or NoMetrics())
+        self.chat = Chat(parts, self.intake, self.meter)
         self.streams = Streams(self._finish, self.meter)
         self.admission = Admission(config, machine, parts.tokenizer, self.streams, self.meter, self._finish, self._wake)
         self.arrivals = asyncio.Event()

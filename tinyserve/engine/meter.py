@@ -80,6 +80,10 @@ class Meter:
             queue = "queue_reqs" if full else "queue_tokens"
             self.metrics.rejected("queue_grammars" if isinstance(error, Crowded | NoChild) else queue)
 
+    def no_template(self) -> None:
+        """A request's own chat template could not be rendered now."""
+        self.metrics.rejected("queue_templates")
+
     def more(self, answer: Answer, tokens: int, before: float) -> None:
         """An answer grew by tokens that are shown later; not its first ones."""
         self._generated += tokens
