@@ -469,6 +469,27 @@ def test_a_connection_whose_expectation_was_refused_is_closed(run):
     run(go())
 
 
+def test_a_request_that_waits_for_its_turn_is_no_silent_client(run, monkeypatch):
+    """Of 3,000 that came at once 1,700 were closed without a word, when the server came to them after 5 s."""
+    monkeypatch.setattr(connections, "KEEP_ALIVE", 0.05)
+
+    async def late(_):
+        await asyncio.sleep(0.2)
+
+    monkeypatch.setattr(connections.Turns, "take", late)
+
+    async def go():
+        async with serving(FakeEngine()) as server:
+            for sent in (b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /vers", b""):
+                reader, writer = await connect(server)
+                writer.write(sent)
+                answer = await asyncio.wait_for(reader.read(), 10)  # until it is closed, as half a head still is
+                assert answer.startswith(b"HTTP/1.1 200 ") if sent.endswith(b"\n") else b"200" not in answer
+                writer.close()
+
+    run(go())
+
+
 def test_requests_that_come_together_are_answered_in_turn(run):
     """100 in one write, with bodies, on one connection: 100 answers in their order, and then it is kept."""
 
