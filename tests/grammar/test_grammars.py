@@ -474,6 +474,25 @@ def test_rollback_takes_tokens_back():
         assert allowed(match) == last
 
 
+def test_rollback_takes_the_end_of_an_answer_back():
+    """The end, with 1 to all tokens before it; the library took one too many back, and the form began a token early."""
+    script = ids("[12]")
+    match, seen = matcher(json=NUMBERS), []
+    for token in script:
+        seen.append(allowed(match))
+        match.advance(token)
+    seen.append(allowed(match))
+    assert EOS in seen[-1]
+    for back in range(1, len(script) + 2):
+        match.advance(EOS)
+        assert match.ended
+        match.rollback(back)
+        assert not match.ended
+        assert allowed(match) == seen[len(script) + 1 - back], back
+        for token in script[len(script) + 1 - back :]:
+            match.advance(token)
+
+
 def test_a_thought_is_free_and_the_answer_is_not():
     """The model may think first or not; a prompt may have opened the thought."""
     thought = Thought(begin="<think>", ends=("</think>",))

@@ -236,7 +236,7 @@ class Matcher:
         return undecided and bool(self._log) and not self._log[-1][3]
 
     def _take(self, token: int, early: bool) -> bool:
-        """Give a token to the grammar. False: it ends the answer and is none of the grammar's.
+        """Give a token to the grammar. False: it ends the answer, which the grammar does not count.
 
         early: before min_tokens, where a stop token ends nothing: it came because the grammar has no other way on.
         """
@@ -256,6 +256,7 @@ class Matcher:
             self._fail()
         elif not self._words.end_ids or token in self._words.end_ids:
             self.ended = self._match.is_stopped()  # without an end token as soon as nothing may follow
+            return not (self.ended and self._words.end_ids)  # an end is none of those that `rollback` counts
         return True
 
     def spend(self, seconds: float) -> None:
