@@ -490,6 +490,26 @@ def test_a_request_that_waits_for_its_turn_is_no_silent_client(run, monkeypatch)
     run(go())
 
 
+def test_a_timer_that_rings_before_the_sockets_are_looked_at_ends_nothing(run):
+    """After SIGSTOP and SIGCONT it does: of 50 requests that had come meanwhile, 46 were closed without a word."""
+    ended = []
+
+    async def action():
+        ended.append(True)
+
+    async def go():
+        reader = connections._Reader(connections.Turns())
+        idle = connections.Idle(set(), reader)
+        await idle.restart(None, action)
+        idle._over()
+        reader.feed_data(b"G")
+        await asyncio.sleep(0.01)
+        assert not ended
+        await idle.stop()
+
+    run(go())
+
+
 def test_requests_that_come_together_are_answered_in_turn(run):
     """100 in one write, with bodies, on one connection: 100 answers in their order, and then it is kept."""
 

@@ -145,9 +145,11 @@ class Idle:
             task.cancel()
             await asyncio.wait([task])
 
-    def _over(self) -> None:
+    def _over(self, looked: bool = False) -> None:
         if self._reader.waiting:  # the client has said something: it is this server that is late
             self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._over)
+        elif not looked:  # a process that was stopped meanwhile hears of its timers before it hears of its sockets
+            self._timer = asyncio.get_running_loop().call_later(0, self._over, True)
         else:
             self.end()
 
