@@ -1,6 +1,8 @@
 """cli/log.py: whatever a client sends, it cannot write a line of the log by itself."""
 
 import logging
+import subprocess
+import sys
 
 import orjson
 import pytest
@@ -20,6 +22,17 @@ def test_a_record_is_one_line_of_text():
     text = _Text().format(record("received %s", EVIL))
 
     assert text.isprintable() and "x\\nINFO" in text and "\\x1b[2J" in text
+
+
+def test_a_line_is_written_where_no_file_can_be_opened():
+    """asyncio's own "out of system resource" holds a line end; 1 line came out as 40 of a failed log."""
+    code = """
+import resource, tinyserve.cli.log as log
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # what is open stays open
+print(log.printable("no descriptors" + chr(10)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("no descriptors\\n\n", "")
 
 
 def test_a_traceback_is_indented():

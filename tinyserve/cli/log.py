@@ -5,6 +5,7 @@ Before: config.py (LogOptions).  After: every logger named `tinyserve...`.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import sys
 import time
@@ -13,6 +14,9 @@ from typing import TextIO
 import orjson
 
 from ..config import LogOptions
+
+# Looked up now, for it is in a file: the first line that needs it may say that no more files can be opened.
+_as_code = codecs.lookup("unicode_escape").encode
 
 
 class _Text(logging.Formatter):
@@ -35,7 +39,7 @@ def printable(text: str) -> str:
     """The text in one line: characters that would not show themselves (line ends, escapes) are written as codes."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else _as_code(c)[0].decode() for c in text)
 
 
 class _Json(logging.Formatter):
